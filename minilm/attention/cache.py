@@ -1,0 +1,193 @@
+"""What a model remembers of the tokens it has read: keys and values, never queries.
+
+A `KVCache` holds one store a layer and the positions of what they keep:
+
+    cache = model.new_cache(batch=1)
+    logits = model(prompt, cache)       # prefill, in one piece or several
+    logits = model(token, cache)        # then one token at a time: work grows as n · d, not n²
+
+A layer chooses its store: `Growing` (all of the past), `Rolling` (the last w tokens, for a window of w),
+`Fixed` (cross-attention's memory, projected once) or linear attention's constant `State`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minilm.attention.frame import Frame
+from minilm.attention.positions import NoPosition, Position, at_least_float32
+from minilm.errors import ConfigError
+
+_NOWHERE = NoPosition()
+
+
+class Store(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Growing:
+    """A preallocated series along dimension −2 that returns all it was given so far."""
+
+    def __init__(self, like: Tensor, capacity: int) -> None:
+        self.data = like.new_zeros(*like.shape[:-2], capacity, like.shape[-1])
+        self.length = 0
+
+    def append(self, x: Tensor) -> Tensor:
+        """(…, n, D) -> (…, length + n, D)"""
+        end = self.length + x.shape[-2]
+        self.data[..., self.length : end, :] = x
+        self.length = end
+        return self.data[..., :end, :]
+
+
+class Rolling:
+    """A ring of the last `window` entries along dimension −2: memory stops growing there."""
+
+    def __init__(self, like: Tensor, window: int) -> None:
+        self.data = like.new_zeros(*like.shape[:-2], window, like.shape[-1])
+        self.length = 0
+
+    def append(self, x: Tensor) -> Tensor:
+        """(…, n, D) -> what the n new tokens may need, (…, ≤ window + n − 1, D), in no stated order."""
+        x = x.to(self.data.dtype)
+        n, window = x.shape[-2], self.data.shape[-2]
+        held = min(self.length, window)
+        # one new token overwrites the one that has just left its window; the first of several still needs it
+        seen = None if n == 1 else torch.cat((self.data[..., :held, :], x), dim=-2)
+        kept = x[..., -window:, :]
+        slots = torch.arange(self.length + n - kept.shape[-2], self.length + n, device=x.device) % window
+        self.data.index_copy_(-2, slots, kept)
+        self.length += n
+        return self.data[..., : min(self.length, window), :] if seen is None else seen
+
+
+class KeyValues:
+    """A layer's keys and values (B, G, slots, D), growing to `capacity` or rolling over the last `window`."""
+
+    def __init__(
+        self,
+        batch: int,
+        n_kv_head: int,
+        head_dim: int,
+        *,
+        capacity: int | None,
+        window: int | None,
+        like: Tensor,
+    ) -> None:
+        shape = like.new_empty(batch, n_kv_head, 0, head_dim)
+        self.keys, self.values = (series(shape, capacity, window) for _ in range(2))
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.keys.append(k), self.values.append(v)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.data.nbytes + self.values.data.nbytes
+
+
+class State:
+    """Linear attention's memory: sums over all keys so far, Σ φ(k) vᵀ and Σ φ(k), of constant size.
+
+    products (B, G, D, D), keys (B, G, D): in float32 or wider, for they sum over the whole past.
+    """
+
+    def __init__(self, batch: int, n_kv_head: int, head_dim: int, *, like: Tensor) -> None:
+        dtype = at_least_float32(like.dtype)
+        self.products = like.new_zeros(batch, n_kv_head, head_dim, head_dim, dtype=dtype)
+        self.keys = like.new_zeros(batch, n_kv_head, head_dim, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.products.nbytes + self.keys.nbytes
+
+
+class Fixed:
+    """Cross-attention's keys and values: projected from the memory once, reused at every step."""
+
+    def __init__(self) -> None:
+        self.pair: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.pair or ())
+
+
+def series(like: Tensor, capacity: int | None, window: int | None) -> Growing | Rolling:
+    """The smaller of the two that serves; a capacity of None is endless, and needs a window."""
+    if window is not None and (capacity is None or window < capacity):
+        return Rolling(like, window)
+    assert capacity is not None
+    return Growing(like, capacity)
+
+
+class KVCache:
+    """One store a layer, and the positions of the tokens in them.
+
+    stores: a store for each layer. capacity: tokens it holds; None where the stores forget, and so never fill.
+    reach, lookahead: how far the layers read back and ahead (`Attention.reach`, `Mask.lookahead`). Without a model:
+
+        cache = KVCache([layer.new_store(batch, 64)], capacity=64, reach=layer.reach)
+        y = layer(x, frame=cache.advance(x), cache=cache.stores[0])
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], *, capacity: int | None, reach: int | None, lookahead: float = 0
+    ) -> None:
+        self.stores = stores
+        self.capacity = capacity
+        self.reach = reach
+        self.lookahead = lookahead
+        self.length = 0  # slots filled so far, empty ones included
+        self._next: Tensor | int = 0  # the position of each row's next token
+        self._kept: Growing | Rolling | None = None  # positions of the kept slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values; of all layers."""
+        return sum(store.nbytes for store in self.stores)
+
+    def advance(self, tokens: Tensor, position: Position = _NOWHERE, pos: Tensor | None = None) -> Frame:
+        """The frame in which the next `tokens` (B, n, …) read the past and one another.
+
+        pos: (B, n) positions, −1 for an empty slot, where the rows of the first pieces differ in length.
+        """
+        n = tokens.shape[1]
+        if self.capacity is not None and self.length + n > self.capacity:
+            raise ConfigError(f"the cache holds {self.capacity} tokens: {self.length} + {n} do not fit")
+        first = self.length == 0
+        if first:
+            self._check_lookahead(n if pos is None else int(pos.max(dim=1).values.min()) + 1)
+        if pos is None:
+            steps = torch.arange(n, device=tokens.device)
+            pos = steps + self._next if isinstance(self._next, int) else self._next.unsqueeze(1) + steps
+        elif not first and isinstance(self._next, int):
+            raise ConfigError("pos: rows that differ in length say so from a cache's first piece on")
+        if self._kept is None:
+            like = pos.new_empty(*pos.shape[:-1], 0, 1)
+            self._kept = series(like, self.capacity, self.reach)
+        k_pos = self._kept.append(pos.unsqueeze(-1)).squeeze(-1)
+        self.length += n
+        if pos.dim() == 1:
+            self._next = self.length
+        else:
+            before = self._next if isinstance(self._next, Tensor) else pos.new_zeros(pos.shape[0])
+            self._next = torch.maximum(before, pos.max(dim=1).values + 1)
+        aligned = first and pos.dim() == 1
+        return Frame(pos, None if aligned else k_pos, position, aligned=aligned, newest=n == 1)
+
+    def _check_lookahead(self, first: int) -> None:
+        if first >= self.lookahead:
+            return
+        if self.lookahead == math.inf:
+            raise ConfigError(
+                "this mask reads the future, which a cache cannot hold: choose mask=causal, or cache=false"
+            )
+        raise ConfigError(
+            f"mask=prefix lets the first {self.lookahead} tokens read one another, so a cache needs them all "
+            f"in its first piece, which holds {first}: give a prompt of at least {self.lookahead} tokens, "
+            "or cache=false"
+        )

@@ -1,0 +1,23 @@
+"""What scripts/bench.py does: one bench, measured, printed and written."""
+
+import sys
+
+from minilm.bench.base import Bench
+from minilm.bench.measure import Progress
+from minilm.bench.report import print_report, write_report
+from minilm.bench.setting import Setting
+from minilm.build import construct
+from minilm.config import Command
+
+
+def run(command: Command) -> None:
+    """Run the bench that the configuration names. Raises ConfigError before anything is measured."""
+    config = command.config
+    bench = construct(config, "bench", Bench)
+    name = config["bench"]["_target_"].rpartition(".")[0].rpartition(".")[2]  # minilm.bench.NAME.Class
+    setting = Setting.of(config)
+    with Progress(name) as progress:
+        report = bench.run(setting, progress)
+    print_report(report, sys.stdout)
+    for path in write_report(name, report, setting, command.out_dir):
+        print(path)

@@ -1,0 +1,87 @@
+"""A configuration on this machine: what plans and benches start from."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from minilm.attention.layer import MultiHeadAttention
+from minilm.attention.linear import LinearAttention
+from minilm.build import build_model
+from minilm.cost import Cost
+from minilm.errors import ConfigError
+from minilm.model import GPT
+from minilm.runtime import resolve_device, resolve_precision, set_threads
+
+#: what the published encodings hold; other tokenizers know their size, or learn it from the text
+VOCABULARIES = {"gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
+CHAR = 65  # the alphabet of tiny Shakespeare
+
+
+@dataclass(frozen=True)
+class Setting:
+    """config: the whole configuration. vocab_size: tokens of its tokenizer. precision: fp32, bf16 or fp16."""
+
+    config: dict[str, Any]
+    vocab_size: int
+    vocab_source: str
+    device: torch.device
+    precision: str
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Self:
+        """Raises ConfigError for a device, precision or vocabulary that is not to be had."""
+        set_threads(config["threads"])
+        device = resolve_device(config["device"])
+        vocab_size, source = resolve_vocab_size(config)
+        return cls(config, vocab_size, source, device, resolve_precision(config["precision"], device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The costs of the model; what the configuration gets wrong is refused as when it is built."""
+        with torch.device("meta"):  # shapes without numbers
+            model = build_model(self.config, self.vocab_size)
+        layer, options = model.blocks[0].attention, self.config["attention"]
+        if not isinstance(layer, MultiHeadAttention | LinearAttention):
+            raise ConfigError(f"attention._target_={options['_target_']}: its costs are not known")
+        return Cost(
+            model.config,
+            mask=model.mask,
+            position=type(model.position).__name__,
+            qk_norm=options.get("qk_norm", False),
+            backend=options.get("backend", "fused"),
+            chunk=layer.chunk if isinstance(layer, LinearAttention) else None,
+        )
+
+    def model(self) -> GPT:
+        """The model with fresh weights, the same ones each time."""
+        torch.manual_seed(self.config["seed"])
+        return build_model(self.config, self.vocab_size).to(self.device)
+
+    def tokens(self, *shape: int) -> torch.Tensor:
+        """Random token ids."""
+        return torch.randint(self.vocab_size, shape, device=self.device)
+
+
+def resolve_vocab_size(config: dict[str, Any]) -> tuple[int, str]:
+    """The number of tokens and where it is known from: the key vocab_size, or else the tokenizer."""
+    said, options = config["vocab_size"], config["tokenizer"]
+    kind = str(options.get("_target_")).rpartition(".")[2]
+    if said is not None:
+        if type(said) is not int or said < 1:
+            raise ConfigError(f"vocab_size={said}: a positive whole number, or null for the tokenizer's own")
+        return said, "as given"
+    if kind == "Char":
+        return CHAR, "a guess: characters are counted in the text; vocab_size=… says better"
+    if kind == "Byte":
+        return 256, "all bytes"
+    if kind == "BPE" and type(options.get("vocab_size")) is int:
+        return options["vocab_size"], "tokenizer.vocab_size"
+    if options.get("name") in VOCABULARIES:
+        return VOCABULARIES[options["name"]], f"that of {options['name']}"
+    raise ConfigError(f"tokenizer={kind}: its size is not known without the text, say vocab_size=…")

@@ -1,0 +1,156 @@
+"""From a configuration (plain dicts) to objects. A section names its class in `_target_`; its other keys are that
+constructor's keywords, checked against its annotations before anything runs.
+
+Only classes of minilm of the kind that a section calls for are ever built, so the configuration in a stranger's
+checkpoint can choose among our classes and do nothing else.
+"""
+
+import difflib
+import importlib
+import inspect
+import json
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ConfigDict, ValidationError, create_model
+
+from minilm import checkpoint as checkpoints
+from minilm import tokenizer as tokenizers
+from minilm.attention.layer import Attention
+from minilm.attention.masks import Mask
+from minilm.attention.positions import Position
+from minilm.checkpoint import Checkpoint
+from minilm.errors import ConfigError
+from minilm.model import GPT, GPTConfig
+from minilm.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+def construct(
+    config: dict[str, Any], section: str, kind: type[T], *, method: str | None = None, **given: Any
+) -> T:
+    """The object that `config[section]` describes, of class `kind` or below.
+
+    method: a class method to call instead of the class itself. given: what the code knows rather than the person
+    (a width, a mask); each is passed on where the constructor takes it.
+    """
+    options = dict(config[section])
+    cls = _class(options.pop("_target_", None), f"{section}._target_", kind)
+    call = getattr(cls, method) if method else cls
+    takes = inspect.signature(call).parameters
+    given = {name: value for name, value in given.items() if name in takes}
+    return call(**check(call, options, section, exclude=given.keys()), **given)
+
+
+def check(call: Callable, options: dict[str, Any], section: str, exclude: Any = ()) -> dict[str, Any]:
+    """`options`, checked by name and type against the signature of `call`; ConfigError for the first that is off."""
+    prefix = f"{section}." if section else ""
+    hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
+    parameters = {
+        name: p
+        for name, p in inspect.signature(call).parameters.items()
+        if name in hints and name not in exclude
+    }
+    for name in options:
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters, n=1)
+            hint = (
+                f"did you mean {prefix}{close[0]}?"
+                if close
+                else f"it takes {', '.join(parameters) or 'none'}"
+            )
+            raise ConfigError(f"{prefix}{name}: no such key here; {hint}")
+    fields: dict[str, Any] = {name: (hints[name], ...) for name in options}
+    schema = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
+    try:
+        # strict as JSON is: "3" is no number and 1 no truth, but a list may be a tuple and 1 a float
+        checked = schema.model_validate_json(json.dumps(options), strict=True)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        value = options[name] if isinstance(options[name], str) else json.dumps(options[name])
+        raise ConfigError(f"{prefix}{name}={value}: expected {_wanted(hints[name])}") from None
+    return {name: getattr(checked, name) for name in options}
+
+
+def _wanted(hint: Any) -> str:
+    """A type in the words of a person."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    parts = [_wanted(part) for part in typing.get_args(hint) if part is not ...]
+    if typing.get_origin(hint) is tuple:
+        return f"[{', '.join(parts)}]"
+    if typing.get_origin(hint) is list:
+        return f"[{parts[0]}, …]"
+    return " or ".join(parts) or words.get(hint, str(hint))
+
+
+def _class(path: Any, key: str, kind: type) -> type:
+    """The class at a dotted path, if it is one of ours and of the right kind."""
+    module, _, name = str(path).rpartition(".")
+    found = None
+    if module.startswith("minilm."):
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            found = None
+    if not (inspect.isclass(found) and issubclass(found, kind) and found.__module__ == module):
+        raise ConfigError(f"{key}={path}: expected a {kind.__name__} of minilm, by its module and name")
+    return found
+
+
+def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
+    """A model with fresh weights from the sections model, attention, mask and position."""
+    shape = GPTConfig(
+        vocab_size=vocab_size, **check(GPTConfig, config["model"], "model", exclude=("vocab_size",))
+    )
+    mask = construct(config, "mask", Mask)
+    position = construct(
+        config,
+        "position",
+        Position,
+        n_embd=shape.n_embd,
+        n_head=shape.n_head,
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+    )
+
+    def attention() -> Attention:
+        return construct(
+            config,
+            "attention",
+            Attention,
+            n_embd=shape.n_embd,
+            n_head=shape.n_head,
+            n_kv_head=shape.n_kv_head,
+            bias=shape.bias,
+            mask=mask,
+            position=position,
+        )
+
+    return GPT(shape, position=position, attention=attention)
+
+
+def restore(path: str | Path, device: torch.device) -> tuple[GPT, Tokenizer, Checkpoint]:
+    """The model of a checkpoint or run folder, ready to use on `device`, and its tokenizer."""
+    saved = checkpoints.load(path, state=False)
+    tokenizer = tokenizers.from_dict(saved.tokenizer)
+    try:
+        model = build_model(saved.config, tokenizer.vocab_size)
+    except KeyError as error:
+        raise ConfigError(f"{saved.path}: config.yaml has no section {error}") from None
+    load_weights(model, saved)
+    return model.to(device).eval(), tokenizer, saved
+
+
+def load_weights(model: GPT, saved: Checkpoint) -> None:
+    """Every weight of the checkpoint into the model, and none left over on either side; else a ConfigError."""
+    expected = model.state_dict()
+    off = sorted(set(expected) ^ set(saved.weights)) or [
+        name for name, weight in expected.items() if weight.shape != saved.weights[name].shape
+    ]
+    if off:
+        raise ConfigError(f"{saved.path}: the weights do not fit the configuration, first at {off[0]}")
+    model.load_state_dict(saved.weights)

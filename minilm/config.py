@@ -1,0 +1,217 @@
+"""The command line: Hydra composes configs/, mistakes get one line. The only file that knows Hydra; no torch.
+
+The YAML files of the chosen options declare every key there is. A key that none of them declares is refused,
+wherever it came from: the command line, a `+key`, or a recipe.
+"""
+
+import difflib
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from minilm.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+#: keys whose value is taken as it was typed, with its commas, numbers and spaces, unless it is quoted or a [list]
+TEXTS = ("prompt", "stop", "train.sample_prompt")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a person asked for.
+
+    config: the composed configuration as plain dicts, lists, strings and numbers. said: the dotted keys and groups
+    set on the command line; `recipe` among them stands for any key. out_dir: where this job writes.
+    """
+
+    config: dict[str, Any]
+    said: list[str]
+    out_dir: Path
+    default_out_dir: bool
+
+
+def script(name: str) -> Callable[[Callable[[Command], None]], Callable[[], None]]:
+    """Makes a function of a `Command` into the main program of configs/NAME.yaml."""
+
+    def decorate(main: Callable[[Command], None]) -> Callable[[], None]:
+        def job(config: DictConfig) -> None:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                main(_command(name, config))  # an error ends this job, not the sweep
+            else:
+                with mistakes_in_one_line(name):
+                    main(_command(name, config))
+
+        def run() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = (
+                "1"  # exceptions come here as they are, not as Hydra's own summary
+            )
+            with mistakes_in_one_line(name):
+                sys.argv[1:] = [_as_typed(argument) for argument in _in_order(sys.argv[1:])]
+                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
+
+        return run
+
+    return decorate
+
+
+@contextmanager
+def mistakes_in_one_line(name: str) -> Iterator[None]:
+    """A mistake of the user's ends the program with one line and status 2; a fault of ours shows its traceback."""
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
+        print(f"{name}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _in_order(arguments: list[str]) -> list[str]:
+    """The arguments as argparse can read them: it wants all of key=value in one row, `a=1 -m b=1,2` has two."""
+    known, rest = get_args_parser().parse_known_args(arguments)
+    for argument in rest:
+        if argument.startswith("-"):
+            key = argument.lstrip("-").partition("=")[0]
+            raise ConfigError(f"{argument}: no such option; to set a key say it without dashes, {key}=…")
+    said = known.overrides + rest
+    return [argument for argument in arguments if argument not in said] + said if rest else arguments
+
+
+def _as_typed(argument: str) -> str:
+    """key=value with the value in Hydra's quotes, where Hydra would not read it as the text that it is."""
+    key, equals, value = argument.partition("=")
+    if not equals or key.startswith("-") or (key in TEXTS and value == "null"):
+        return argument
+    if key not in TEXTS or value[:1] in ("[", "'", '"'):
+        try:
+            read = OverridesParser.create().parse_override(argument)
+            choice = read.is_sweep_override() or isinstance(read.value(), str | list)
+            if choice or not (CONFIGS / key).is_dir():  # mask=null is a choice that is not there
+                return argument
+        except HydraException:  # an apostrophe, an é, a ~
+            pass
+    if key in TEXTS:
+        value = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)  # no interpolation
+    value = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", r"\'"), value)
+    return f"{key}='{value}'"
+
+
+def _command(name: str, config: DictConfig) -> Command:
+    job = HydraConfig.get()
+    _check_keys(config, _declared(name, dict(job.runtime.choices)))
+    plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    said = [re.split(r"[=@]", override.lstrip("+~"))[0] for override in job.overrides.task]
+    sweeping = job.mode == RunMode.MULTIRUN
+    out_dir = job.runtime.output_dir if sweeping else os.path.expanduser(str(plain.get("out_dir", ".")))
+    return Command(plain, said, Path(out_dir), "out_dir" not in said and not sweeping)
+
+
+def _declared(name: str, choices: dict[str, str | None] | None = None) -> DictConfig:
+    """The configuration of these choices as its files declare it: without recipe and without overrides."""
+    skipped = ("hydra", "recipe")
+    overrides = [f"{g}={c}" for g, c in (choices or {}).items() if c and not g.startswith(skipped)]
+    loader = GlobalHydra.instance().config_loader()
+    config = loader.load_configuration(name, overrides=overrides, run_mode=RunMode.RUN)
+    return OmegaConf.create({key: config._get_node(key) for key in config if key != "hydra"})
+
+
+def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in map(str, config):
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            yield from _leaves(node, f"{prefix}{key}.")
+        yield f"{prefix}{key}"
+
+
+def _check_keys(config: DictConfig, declared: DictConfig) -> None:
+    known, found = list(_leaves(declared)), list(_leaves(config))
+    for key in found:
+        if key not in known:
+            raise ConfigError(f"{key}: no such key; {_nearest(key, known)}")
+    if missing := [key for key in known if key not in found]:
+        key = min(missing, key=lambda key: key.count("."))
+        section = key.rpartition(".")[0]
+        if section and not OmegaConf.is_dict(OmegaConf.select(config, section)):
+            raise ConfigError(f"{section} is a section, no value: set one of its keys, such as {key}=…")
+        raise ConfigError(f"{key} has been taken away, and is needed: say {key}=…")
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """Which choice of its group has such a key, or 'did you mean …', or the keys there are at that place."""
+    group, _, name = key.rpartition(".")
+    files = sorted((CONFIGS / group).glob("*.yaml")) if group else []
+    having = [f"{group}={f.stem}" for f in files if f"\n{name}:" in f.read_text(encoding="utf-8")]
+    if having:
+        return f"only {', '.join(having)} has it"
+    known = [k for k in known if not k.endswith("_target_")]
+    same_name = [k for k in known if k.rpartition(".")[2] == name]
+    siblings = [k for k in known if k.rpartition(".")[0] == group]
+    if group and siblings:
+        names = {k.rpartition(".")[2]: k for k in siblings}
+        close = [names[n] for n in difflib.get_close_matches(name, names, n=1)]
+    else:
+        close = difflib.get_close_matches(key, known, n=1)
+    if close := same_name or close:
+        return f"did you mean {close[0]}?"
+    if siblings:
+        return f"{group or 'the top level'} has {', '.join(siblings)}"
+    return f"there are {', '.join(k for k in known if '.' not in k)}"
+
+
+def _explain(name: str, error: Exception) -> str:
+    """One line for a person out of what Hydra and OmegaConf say."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, MarkedYAMLError):
+        return f"{error.context or ''} {error.problem} {error.problem_mark}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has no value: say {error.full_key}=…"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: expected key=value"
+    if ambiguous := re.match(r"Ambiguous value for argument '((.+?)=(.+))'", str(error)):
+        said, key, value = ambiguous.groups()
+        return f"{said}: several runs need -m, a list is {key}=[{value}], and text with commas '{key}=\"{value}\"'"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        options = list(error.options or [])
+        close = difflib.get_close_matches(choice, options, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"{group}={choice}: {hint}expected one of {', '.join(options)}"
+    key = getattr(error.__cause__, "full_key", None) or getattr(error, "full_key", None)
+    if isinstance(error, ConfigCompositionException) and (
+        found := re.search(r"override '([^']+)'", str(error))
+    ):
+        key = found[1]
+        if not key.startswith("hydra"):
+            with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+                groups = re.findall(
+                    r"(?m)^  - (\w+): ", (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+                )
+                known = list(dict.fromkeys([*_leaves(_declared(name)), *groups]))
+            return f"{key}: no such key; {_nearest(key, known)}"
+    cause = error.__cause__ or error
+    return f"{key + ': ' if key else ''}{str(cause).splitlines()[0]}"

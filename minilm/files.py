@@ -1,0 +1,60 @@
+"""Files written whole or not at all."""
+
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+Content = bytes | str | Callable[[BinaryIO], object]
+
+
+def write_atomic(path: Path | str, data: Content) -> None:
+    """Put `data` at `path`: text (as UTF-8), bytes, or a function that writes to an open binary file.
+
+    A reader, or a machine that loses power, sees the old file or the new one, never a part. On any error
+    (a full disk's OSError, Ctrl-C) the old file stays and nothing else is left behind.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        write_synced(temporary, data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_synced(path: Path | str, data: Content) -> None:
+    """Write `data` to `path` and wait until the disk holds it; its name is safe once its folder is synced too."""
+    with open(path, "wb") as file:
+        if callable(data):
+            data(file)
+        else:
+            file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path | str) -> None:
+    """Wait until the disk holds a file's content, or which names a folder holds."""
+    path = Path(path)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders, and needs no such call
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems know no fsync of a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path | str) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

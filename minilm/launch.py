@@ -1,0 +1,225 @@
+"""From a command to a finished run: the run folder, a resume, everything checked and built, then the loop."""
+
+import contextlib
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from minilm import checkpoint as checkpoints
+from minilm import tokenizer as tokenizers
+from minilm.build import build_model, check, construct, load_weights
+from minilm.checkpoint import Checkpoint
+from minilm.config import Command
+from minilm.data import ROOT, Corpus, prepare
+from minilm.errors import ConfigError
+from minilm.files import write_atomic
+from minilm.optim import Optim, load_states
+from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
+from minilm.schedule import Schedule
+from minilm.tokenizer import Tokenizer
+from minilm.tracking import start_wandb
+from minilm.training import TrainConfig, Trainer, sample_prompt
+
+#: what a resumed run may change; everything else makes another run
+MAY_CHANGE = (
+    "train",
+    "optim",
+    "schedule",
+    "wandb",
+    "device",
+    "precision",
+    "threads",
+    "compile",
+    "resume",
+    "out_dir",
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The top level of configs/train.yaml."""
+
+    seed: int
+    device: str
+    precision: str
+    threads: int | None
+    compile: bool | str
+    out_dir: str
+    resume: str | None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        for key in ("out_dir", "resume"):
+            if getattr(self, key) == "":
+                raise ConfigError(f"{key} is empty: expected the name of a folder")
+
+
+def train(command: Command) -> Trainer:
+    """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
+    _options(command.config)
+    saved = _find_resumed(command)
+    settings = _merge(saved, command) if saved else command.config
+    options = _options(settings)
+    config = TrainConfig(**check(TrainConfig, settings["train"], "train"))
+    schedule = construct(settings, "schedule", Schedule)
+    schedule.check(config.max_steps)
+    optim = construct(settings, "optim", Optim)
+    wandb = check(start_wandb, settings["wandb"], "wandb")
+    device = resolve_device(options.device)
+    precision = resolve_precision(options.precision, device)
+    set_threads(options.threads)
+
+    corpus = construct(settings, "data", Corpus)
+    text = corpus.read()
+    tokenizer = (
+        tokenizers.from_dict(saved.tokenizer)
+        if saved
+        else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
+    )
+    torch.manual_seed(options.seed)
+    model = build_model(settings, tokenizer.vocab_size).to(device)
+    data = prepare(corpus, text, tokenizer, ROOT / "data" / "cache")
+    data.check(model.config.block_size)
+    sample_prompt(config.sample_prompt, tokenizer, data)  # refused now if it holds an unknown character
+    optimizers, forward = optim.build(model), compile_model(model, options.compile)
+    if saved:
+        if saved.state["source"] != data.source:
+            raise ConfigError("data: the text is not the one that the run to resume was trained on")
+        load_weights(model, saved)
+        load_states(optimizers, saved.state["optimizers"])
+
+    run = _folder_of(saved, command) if saved else _new_folder(command)
+    settings = settings | {"out_dir": str(run), "resume": None}
+    run_id = saved.state["wandb_run_id"] if saved else None
+    writer = start_wandb(**wandb, config=settings, run_dir=run, run_id=run_id)
+    write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    _point_latest(run)
+    trainer = Trainer(
+        model,
+        forward=forward,
+        tokenizer=tokenizer,
+        data=data,
+        optimizers=optimizers,
+        schedule=schedule,
+        config=config,
+        run=run,
+        settings=settings,
+        seed=options.seed,
+        precision=precision,
+        writer=writer,
+    )
+    if saved:
+        trainer.restore(saved)
+    exit_code = 1
+    try:
+        trainer.fit()
+        exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
+    finally:
+        writer.finish(exit_code)
+    return trainer
+
+
+def _options(settings: dict[str, Any]) -> RunConfig:
+    top = {key: value for key, value in settings.items() if key in RunConfig.__annotations__}
+    return RunConfig(**check(RunConfig, top, ""))
+
+
+def _find_resumed(command: Command) -> Checkpoint | None:
+    """The checkpoint to go on from: `resume=auto` looks in out_dir, and starts afresh where nothing was saved."""
+    resume = command.config["resume"]
+    if resume is None:
+        return None
+    if resume != "auto":
+        return checkpoints.load(resume)
+    if command.default_out_dir:
+        raise ConfigError(
+            "resume=auto looks for checkpoints in out_dir: name it, out_dir=…, or say resume=RUN_FOLDER"
+        )
+    try:
+        found = checkpoints.find(command.out_dir)
+    except ConfigError:
+        return None
+    return checkpoints.load(found)
+
+
+def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
+    """The saved run's configuration with what was said on this command line, if a resumed run may change it."""
+    merged = command.config if "recipe" in command.said else _overlay(saved.config, command)
+    for section in sorted(set(merged) | set(saved.config)):
+        then, now = saved.config.get(section), merged.get(section)
+        if then != now and section not in MAY_CHANGE:
+            key, old, new = next(_differences(section, then, now))
+            raise ConfigError(f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it")
+    return merged
+
+
+def _overlay(config: dict[str, Any], command: Command) -> dict[str, Any]:
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for said in command.said:
+        section, _, key = said.partition(".")
+        if key and isinstance(merged.get(section), dict) and "." not in key:
+            merged[section][key] = command.config[section][key]
+        elif section in command.config:
+            merged[section] = command.config[section]
+    return merged
+
+
+def _differences(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for name in a.keys() | b.keys():
+            yield from _differences(f"{key}.{name}", a.get(name), b.get(name))
+    elif a != b:
+        yield key, a, b
+
+
+def _folder_of(saved: Checkpoint, command: Command) -> Path:
+    """The folder of the run that a checkpoint belongs to, where it goes on."""
+    run = saved.path.parents[1]
+    if saved.path.parent.name != "checkpoints":
+        raise ConfigError(f"resume={saved.path}: not in the checkpoints folder of a run, which could go on")
+    if "out_dir" in command.said and command.out_dir.resolve() != run:
+        raise ConfigError(f"out_dir={command.out_dir}: a resumed run goes on in its own folder, {run}")
+    return run
+
+
+def _new_folder(command: Command) -> Path:
+    """Makes the run's folder. A named one must not hold a run; the default one gets a name of its own."""
+    folder = command.out_dir
+    holds_run = any(os.path.exists(folder / name) for name in ("metrics.jsonl", "checkpoints"))
+    if holds_run and not command.default_out_dir and command.config["resume"] != "auto":
+        raise ConfigError(
+            f"out_dir={folder} holds a run already: say resume=auto to go on with it, or name another"
+        )
+    n = 1
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=not command.default_out_dir)
+            return folder.resolve()
+        except FileExistsError:
+            if not command.default_out_dir:
+                raise ConfigError(f"out_dir={folder} is a file: name a folder") from None
+            n += 1
+            folder = command.out_dir.with_name(f"{command.out_dir.name}-{n}")
+        except OSError as error:
+            raise ConfigError(f"out_dir={folder}: cannot be made ({error.strerror})") from None
+
+
+def _point_latest(run: Path) -> None:
+    """runs/latest, beside where the command was started, leads to the newest run."""
+    latest = Path("runs/latest")
+    aside = latest.with_name(f".latest-{os.getpid()}-{random.getrandbits(32):08x}")
+    try:
+        latest.parent.mkdir(exist_ok=True)
+        aside.symlink_to(os.path.relpath(run, latest.parent))
+        os.replace(aside, latest)
+    except OSError as error:  # a folder that cannot be written, a system without symlinks
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        warnings.warn(f"{latest} was not set ({error.strerror}): name the run folder instead", stacklevel=2)

@@ -1,0 +1,179 @@
+"""A decoder-only transformer: token embeddings, blocks of attention and feed-forward, a head.
+
+Shapes: B batch, T tokens, C model width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from minilm.attention.cache import KVCache
+from minilm.attention.frame import Frame
+from minilm.attention.layer import Attention, MultiHeadAttention, check_dropout, check_heads
+from minilm.attention.masks import Mask
+from minilm.attention.positions import Position, Rotary
+from minilm.errors import ConfigError
+from minilm.layers import MLPS, NORMS, named
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model; configs/model/*.yaml written as a class.
+
+    Classic (GPT-2): norm=layernorm, mlp=gelu, tie_embeddings, with position=learned. Modern: norm=rmsnorm,
+    mlp=relu2 or swiglu, with position=rope and attention.qk_norm.
+    n_kv_head: None is n_head. bias: on every linear layer and LayerNorm. dropout: on embeddings and on what
+    each half-block adds.
+    """
+
+    vocab_size: int
+    block_size: int = 256
+    n_layer: int = 4
+    n_head: int = 4
+    n_kv_head: int | None = None
+    n_embd: int = 128
+    norm: str = "rmsnorm"
+    mlp: str = "relu2"
+    bias: bool = False
+    dropout: float = 0.0
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"model.{key}={getattr(self, key)}: a positive whole number")
+        if self.n_kv_head is not None and self.n_kv_head < 1:
+            raise ConfigError(
+                f"model.n_kv_head={self.n_kv_head}: a positive whole number, or null for n_head"
+            )
+        check_heads(self.n_embd, self.n_head, self.n_kv_head or self.n_head)
+        check_dropout("model.dropout", self.dropout)
+        named("model.norm", self.norm, NORMS)
+        named("model.mlp", self.mlp, MLPS)
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, Xiong et al. 2020)."""
+
+    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+        super().__init__()
+        self.norm_1 = NORMS[config.norm](config.n_embd, config.bias)
+        self.attention = attention
+        self.norm_2 = NORMS[config.norm](config.n_embd, config.bias)
+        self.mlp = MLPS[config.mlp](config.n_embd, config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, frame: Frame, cache=None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_1(x), frame=frame, cache=cache))
+        return x + self.dropout(self.mlp(self.norm_2(x)))
+
+
+class GPT(nn.Module):
+    """Tokens in, logits out.
+
+    config: the shape. position: the model's one position scheme. attention: makes one layer's attention.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        position: Position | None = None,
+        attention: Callable[[], Attention] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        attention = attention or (
+            lambda: MultiHeadAttention(
+                config.n_embd, n_head=config.n_head, n_kv_head=config.n_kv_head, bias=config.bias
+            )
+        )
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position = position or Rotary(head_dim=config.head_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, attention()) for _ in range(config.n_layer))
+        self.norm = NORMS[config.norm](config.n_embd, config.bias)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.apply(self._init)
+        # what is added to the residual stream 2·n_layer times starts that much smaller (Radford et al. 2019)
+        for name, weight in self.named_parameters():
+            if name.endswith("out.weight"):
+                nn.init.normal_(weight, std=0.02 / (2 * config.n_layer) ** 0.5)
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    @property
+    def _layers(self) -> list[Attention]:
+        return [cast(Block, block).attention for block in self.blocks]
+
+    @property
+    def mask(self) -> Mask:
+        """The mask that all layers share."""
+        return self._layers[0].mask
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions back the layers' caches hold, None for all."""
+        return self._layers[0].reach
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        *,
+        pos: Tensor | None = None,
+        keep: int | None = None,
+    ) -> Tensor:
+        """(B, T) int64 -> logits (B, T, V).
+
+        cache: what was read before; these tokens follow it and join it. pos: (B, T) positions, −1 for an empty
+        slot, where rows differ in length (padded on the left). keep: logits of the last `keep` tokens only.
+        """
+        if cache is not None:
+            frame = cache.advance(tokens, self.position, pos)
+        elif pos is not None:
+            frame = Frame(pos, position=self.position)
+        else:
+            frame = Frame.of(tokens, self.position)
+        x = self.dropout(self.position.embed(self.embedding(tokens), frame.q_pos))
+        stores = cache.stores if cache is not None else [None] * len(self.blocks)
+        for block, store in zip(self.blocks, stores, strict=True):
+            x = block(x, frame, store)
+        return self.head(self.norm(x if keep is None else x[:, -keep:]))
+
+    def hide_leaks(self, targets: Tensor) -> Tensor:
+        """Targets (B, T) with −1 where the mask lets a position read its own target.
+
+        All of them are kept where it shows them all: that loss is no language-modelling loss.
+        """
+        pos = torch.arange(self.config.block_size, device=targets.device)
+        leaked = self.mask.allows(pos, pos + 1)
+        return targets if leaked.all() else targets.masked_fill(leaked[: targets.shape[1]], -1)
+
+    def new_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens (block_size unless said otherwise).
+
+        Where the model's layers forget (a window and relative positions, or a constant state), it never fills.
+        """
+        size = None if self.rolls else min(capacity or self.config.block_size, self.config.block_size)
+        stores = [layer.new_store(batch, size) for layer in self._layers]
+        return KVCache(stores, capacity=size, reach=self.reach, lookahead=self.mask.lookahead)
+
+    @property
+    def rolls(self) -> bool:
+        """Whether generation may run past block_size: positions are relative and the layers forget."""
+        return self.position.relative and self.reach is not None and self.reach <= self.config.block_size

@@ -1,0 +1,115 @@
+"""The machine: device, precision, threads, randomness, compilation."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from minilm.errors import ConfigError
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+
+
+def resolve_device(name: str) -> torch.device:
+    """'auto' is cuda, else mps, else cpu; a named device must be there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps") from None
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if device.type not in count:
+        raise ConfigError(f"device={name}: expected auto, cpu, cuda, cuda:N or mps")
+    if (device.index or 0) >= count[device.type]:
+        raise ConfigError(
+            f"device={name}: this machine has {count[device.type]} {device.type} device(s); try auto"
+        )
+    return device
+
+
+def resolve_precision(name: str, device: torch.device) -> str:
+    """'auto' is bf16 where the processor multiplies bf16 matrices in hardware, else fp32."""
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision={name}: expected one of {', '.join(PRECISIONS)}")
+    if name == "fp16" and device.type != "cuda":
+        raise ConfigError(f"precision=fp16 needs a CUDA device, this is {device}; use bf16 or fp32")
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
+    if device.type == "cpu":
+        has = torch.cpu.get_capabilities()
+        return "bf16" if has.get("amx_bf16") or has.get("avx512_bf16") else "fp32"
+    return "fp32"
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """Matrix products in bf16 or fp16; weights, sums and losses stay float32."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: a positive whole number, or null for torch's own choice")
+        torch.set_num_threads(threads)
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed={seed}: a whole number from 0 to 2^63 - 1")
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Make all of torch's randomness a function of (seed, step, rank).
+
+    Called before every update, so that nothing done in between (evaluation, sampling, a resume) changes training,
+    and no random state has to be carried over.
+    """
+    mixed = torch.tensor([seed, step, rank], dtype=torch.int64).mul(torch.tensor([1_000_003, 1_009, 1])).sum()
+    torch.manual_seed(int(mixed) & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def compile_model(model: nn.Module, mode: bool | str) -> Callable[..., Any]:
+    """torch.compile with a fall-back: where no compiler works, one warning, and the plain model.
+
+    mode: false, true, or 'strict', which raises instead of falling back.
+    """
+    if mode is False:
+        return model
+    if mode not in (True, "strict"):
+        raise ConfigError(f"compile={mode}: expected true, false or strict")
+    if mode is True:
+        torch._dynamo.config.suppress_errors = True  # what the compiler cannot do of a model stays plain
+        try:
+            _probe_compiler()
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"compile=true: no compiler works, going on without it ({reason})", stacklevel=2)
+            return model
+    return torch.compile(model)
+
+
+def _probe_compiler() -> None:
+    """Compiles a tiny function forward and backward: a missing compiler shows at the backward pass at the latest."""
+    with torch._dynamo.config.patch(suppress_errors=False):
+        torch.compile(lambda x: x.sin().square().sum())(torch.ones(64, requires_grad=True)).backward()
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; the model is left in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,337 @@
+"""The loop: update, evaluate, report, save, resume. It knows nothing of the model's insides."""
+
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from minilm import checkpoint as checkpoints
+from minilm.attention.diagnostics import health
+from minilm.checkpoint import Checkpoint
+from minilm.console import Console
+from minilm.data import TokenData, Windows
+from minilm.errors import ConfigError
+from minilm.evaluation import at_least_float32, evaluate
+from minilm.generation import Generator
+from minilm.model import GPT
+from minilm.plots import plot_loss
+from minilm.runtime import autocast, seed_step
+from minilm.sampling import Sampler
+from minilm.schedule import Schedule
+from minilm.tokenizer import Tokenizer
+from minilm.tracking import AppendLog, MetricsLog, NoWandb
+
+HEALTH_WINDOWS = 2  # enough for means over thousands of rows
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """configs/train.yaml, section train.
+
+    batch_size: windows an update. micro_batch_size: windows at a time, where memory is short; the gradient is the
+    same. grad_clip: largest norm of the gradient, null for none. eval_interval, log_interval, save_interval:
+    in steps; save_interval null saves at each evaluation. health_interval: steps between looks at the layers'
+    scores and softmax (`attention.diagnostics.health`), null for none. keep: checkpoints kept besides the best.
+    sample_prompt: null starts a paragraph. sample_tokens: 0 for no samples.
+    """
+
+    max_steps: int
+    batch_size: int
+    micro_batch_size: int | None = None
+    grad_clip: float | None = 1.0
+    eval_interval: int = 250
+    eval_batch_size: int = 64
+    log_interval: int = 10
+    health_interval: int | None = 100
+    save_interval: int | None = None
+    keep: int = 2
+    sample_prompt: str | None = None
+    sample_tokens: int = 200
+
+    def __post_init__(self) -> None:
+        positive = ("batch_size", "micro_batch_size", "eval_interval", "eval_batch_size", "log_interval")
+        for key in (*positive, "health_interval", "save_interval", "keep"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"train.{key}={value}: a positive whole number")
+        for key in ("max_steps", "sample_tokens"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"train.{key}={getattr(self, key)}: a whole number, 0 or more")
+        if self.grad_clip is not None and not self.grad_clip > 0:
+            raise ConfigError(f"train.grad_clip={self.grad_clip}: a positive number, or null for no clipping")
+
+
+class Trainer:
+    """Trains `model` on `data` and leaves everything it makes in the folder `run`.
+
+    forward: the model as it is called in training (compiled, perhaps); its parameters are the model's.
+    settings: the whole configuration, plain, as it goes into checkpoints. writer: a tracker with
+    `log(record, step)` and `finish(exit_code)`.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        forward: Callable[[Tensor], Tensor],
+        tokenizer: Tokenizer,
+        data: TokenData,
+        optimizers: list[Optimizer],
+        schedule: Schedule,
+        config: TrainConfig,
+        run: Path,
+        settings: dict[str, Any],
+        seed: int,
+        precision: str,
+        writer: NoWandb,
+    ) -> None:
+        self.model, self.forward, self.tokenizer, self.data = model, forward, tokenizer, data
+        self.optimizers, self.schedule, self.config = optimizers, schedule, config
+        self.run, self.settings, self.seed, self.precision, self.writer = (
+            run,
+            settings,
+            seed,
+            precision,
+            writer,
+        )
+        self.device = next(model.parameters()).device
+        self.block_size = model.config.block_size
+        self.windows = Windows(data.train, self.block_size, seed)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        self.step = 0
+        self.seconds = 0.0  # the training clock: updates alone
+        self.best = float("inf")
+        self.val_loss: float | None = None
+        self.resumed: Checkpoint | None = None
+        self.saved_at: int | None = None
+        self.stopped_by: int | None = None
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Take up a run where its checkpoint left it; model and optimizers have their states already."""
+        state = saved.state
+        self.scaler.load_state_dict(state["scaler"])
+        self.step, self.seconds = state["step"], state["train_seconds"]
+        self.best, self.val_loss = state["best"], state["val_loss"]
+        self.resumed, self.saved_at = saved, saved.step
+
+    def fit(self) -> None:
+        """Train to the end, or until a signal; always leaves a checkpoint of the last whole step."""
+        at = self.resumed.state if self.resumed else {}
+        self.metrics = MetricsLog(self.run / "metrics.jsonl", resume_at=at.get("metrics_position", 0))
+        self.samples = AppendLog(self.run / "samples.txt", resume_at=at.get("samples_position", 0))
+        with (
+            self.metrics,
+            self.samples,
+            self._signals(),
+            Console(self.config.max_steps, self.step) as self.console,
+        ):
+            if self.model.mask.lookahead > self.block_size:
+                self.console.say(
+                    "this mask shows each token its own target: the loss is no language-modelling loss"
+                )
+            while self.step < self.config.max_steps and self.stopped_by is None:
+                started = time.perf_counter()
+                loss, measured = self._update()
+                self.step += 1
+                elapsed = time.perf_counter() - started
+                self.seconds += elapsed
+                speed = self.config.batch_size * self.block_size / elapsed
+                self.console.progress(self.step, loss=loss, tokens_per_second=speed)
+                self._report(loss, {**measured, "tokens_per_second": speed})
+            self._save(best=False)
+            plot_loss(self.run, floor=self.data.floor)
+            self._summarise()
+
+    def _update(self) -> tuple[float, dict[str, float]]:
+        """One step of every optimizer. Returns the mean loss in nats per token, and what else was measured."""
+        c = self.config
+        seed_step(self.seed, self.step)
+        batch = torch.from_numpy(self.windows.batch(self.step * c.batch_size, c.batch_size))
+        inputs, targets = batch[:, :-1], self.model.hide_leaks(batch[:, 1:])
+        counted = int((targets >= 0).sum())
+        total = torch.zeros((), device=self.device)
+        for x, y in zip(
+            *(t.split(c.micro_batch_size or c.batch_size) for t in (inputs, targets)), strict=True
+        ):
+            with autocast(self.device, self.precision):
+                logits = self.forward(x.to(self.device))
+            loss = F.cross_entropy(
+                at_least_float32(logits).flatten(0, 1),
+                y.to(self.device).flatten(),
+                ignore_index=-1,
+                reduction="sum",
+            )
+            self.scaler.scale(loss / counted).backward()
+            total += loss.detach()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        limit = c.grad_clip if c.grad_clip is not None else float("inf")
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        mean = float(total) / counted
+        if not np.isfinite(mean) or not (self.scaler.is_enabled() or torch.isfinite(norm)):
+            self._fail(f"the loss is {mean} and the gradient's norm {float(norm)}")
+        factor = self.schedule(self.step, c.max_steps)
+        for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            self.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()
+        return mean, {"lr": self.rates[0][0] * factor, "grad_norm": float(norm)}
+
+    def _report(self, loss: float, measured: dict[str, float]) -> None:
+        """Log, evaluate, sample and save, whichever is due after this step."""
+        c = self.config
+        last = self.step == c.max_steps
+        evaluating = self.step % c.eval_interval == 0 or last
+        if evaluating:
+            self._check_weights()
+        record: dict[str, Any] = {}
+        if self.step == 1 or self.step % c.log_interval == 0 or last:
+            record |= {"train/loss": loss, **measured}
+        if c.health_interval and self.step % c.health_interval == 0:
+            windows = torch.from_numpy(self.windows.batch(self.step * c.batch_size, HEALTH_WINDOWS))
+            record |= health(self.model, windows[:, :-1])
+        if evaluating and len(self.data.val) > 1:
+            record |= self._evaluate()
+        if record:
+            tokens = self.step * c.batch_size * self.block_size
+            record = {"step": self.step, "tokens": tokens, "train_seconds": round(self.seconds, 3), **record}
+            self.metrics.write(record)
+            self.writer.log(record, self.step)
+        if evaluating:
+            self._sample()
+        better = "val/loss" in record and record["val/loss"] < self.best
+        if better:
+            self.best = record["val/loss"]
+        due = evaluating if c.save_interval is None else self.step % c.save_interval == 0
+        if better or due:
+            self._save(best=better)
+        if evaluating:
+            plot_loss(self.run, floor=self.data.floor)
+
+    def _evaluate(self) -> dict[str, float]:
+        self.val_loss = loss = evaluate(
+            self.model,
+            self.data.val,
+            block_size=self.block_size,
+            batch_size=self.config.eval_batch_size,
+            autocast=autocast(self.device, self.precision),
+        )
+        self.console.say(f"step {self.step}: validation loss {nats_and_bits(loss, self.data)}")
+        return {
+            "val/loss": loss,
+            "val/bits_per_byte": self.data.bits_per_byte(loss),
+            "val/perplexity": float(np.exp(min(loss, 700))),  # a float64 ends at e^709
+        }
+
+    def _sample(self) -> None:
+        c = self.config
+        if not c.sample_tokens or self.model.mask.lookahead:
+            return
+        prompt = sample_prompt(c.sample_prompt, self.tokenizer, self.data)
+        generator = Generator(self.model, Sampler(temperature=0.8, top_k=50))
+        ids = list(prompt)
+        for chosen in generator.tokens([prompt], c.sample_tokens, seed=self.seed + self.step):
+            ids.append(int(chosen[0]))
+        text = self.tokenizer.decode(ids).strip("\n")
+        self.console.sample(self.step, text)
+        self.samples.write(f"--- step {self.step}\n{text}\n\n")
+
+    def _summarise(self) -> None:
+        """What came out, where it lies, and what to type next."""
+        data, rows = self.data, [("trained", f"{self.step} steps in {self.seconds:.1f} s")]
+        if self.val_loss is not None:
+            rows += [("validation loss", nats_and_bits(self.val_loss, data))]
+        if data.floor is not None:
+            rows += [("entropy floor", nats_and_bits(data.floor, data))]
+        here = Path.cwd()
+        run = str(self.run.relative_to(here) if self.run.is_relative_to(here) else self.run)
+        command = f"python scripts/generate.py checkpoint={shlex.quote(run)}"
+        if self.stopped_by is not None:
+            command = f"python scripts/train.py resume={shlex.quote(run)}"
+            rows[0] = ("stopped", f"after step {self.step} of {self.config.max_steps}, saved")
+        self.console.table([*rows, ("all of it is in", run), ("next", command)])
+
+    def _save(self, *, best: bool) -> None:
+        if self.saved_at == self.step and not best:
+            return  # nothing has happened since
+        self._check_weights()
+        self.saved_at = self.step
+        checkpoints.save(
+            self.run,
+            self.step,
+            weights=self.model.state_dict(),
+            state={
+                "step": self.step,
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "scaler": self.scaler.state_dict(),
+                "train_seconds": self.seconds,
+                "best": self.best,
+                "val_loss": self.val_loss,
+                "metrics_position": self.metrics.position(),
+                "samples_position": self.samples.position(),
+                "wandb_run_id": self.writer.run_id,
+                "source": self.data.source,
+            },
+            config=self.settings,
+            tokenizer=self.tokenizer.to_dict(),
+            best=best,
+            keep=self.config.keep,
+        )
+
+    def _check_weights(self) -> None:
+        """A finite loss can still make a last step to nowhere, which must not replace a good checkpoint."""
+        if not all(bool(weight.isfinite().all()) for weight in self.model.parameters()):
+            self._fail("the weights are no longer finite")
+
+    def _fail(self, what: str) -> None:
+        try:
+            good = f"the last good checkpoint is {checkpoints.find(self.run)}"
+        except ConfigError:
+            good = "no checkpoint was saved yet"
+        raise ConfigError(f"step {self.step}: {what}, training stops; {good}; try a lower optim.lr")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the run after the step that is under way; a second SIGINT ends it at once."""
+
+        def stop(number: int, frame: Any) -> None:
+            if self.stopped_by == signal.SIGINT == number:
+                raise KeyboardInterrupt
+            self.stopped_by = number
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def nats_and_bits(loss: float, data: TokenData) -> str:
+    return f"{loss:.4f} nats per token, {data.bits_per_byte(loss):.4f} bits per byte"
+
+
+def sample_prompt(prompt: str | None, tokenizer: Tokenizer, data: TokenData) -> list[int]:
+    """Ids that samples start from: the prompt, else a paragraph's beginning, else the training text's first token."""
+    if prompt:
+        try:
+            return list(tokenizer.encode(prompt))
+        except ConfigError as error:
+            raise ConfigError(f"train.sample_prompt: {error}") from None
+    try:
+        return list(tokenizer.encode("\n\n"))
+    except ConfigError:
+        return [int(data.train[0])]

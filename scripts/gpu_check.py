@@ -1,0 +1,167 @@
+"""What can be checked on a CUDA device alone, in under four minutes: python scripts/gpu_check.py
+
+Which kernel runs, that the backends agree there, FlexAttention compiled, what memory attention takes, and that a
+whole model decodes with a cache as it does without. Where there is no such device it says so, and is content.
+"""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minilm.attention import Alibi, Causal, Frame, Full, NoPosition, Position, Prefix, Rotary, SlidingWindow
+from minilm.attention.kernels import BACKENDS, attend, resolve_scale
+from minilm.attention.masks import Mask
+from minilm.attention.positions import rotate
+from minilm.bench.measure import peak_bytes
+from minilm.model import GPT, GPTConfig
+
+SECONDS = 200.0  # after which no further case of FlexAttention is compiled
+HEADS, WIDTH = 4, 64
+MASKS: list[Mask] = [Causal(), Full(), SlidingWindow(24), SlidingWindow(80), Prefix(40)]
+SCALES: list[str | float] = ["sqrt", "none", "inverse", 0.3]
+POSITIONS: list[Position] = [NoPosition(), Rotary(head_dim=WIDTH), Alibi(n_head=HEADS)]
+GROUPS = [HEADS, 2, 1]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+KERNELS = {
+    "scaled_dot_product_flash": "FlashAttention",
+    "scaled_dot_product_cudnn": "cuDNN's FlashAttention",
+    "scaled_dot_product_efficient": "memory-efficient attention",
+    "scaled_dot_product_fused_attention_overrideable": "an override",
+}
+
+Case = tuple[Mask, str | float, Position, int]  # mask, scale, position, key heads
+
+failures: list[str] = []
+
+
+def check(name: str, holds: bool, found: str) -> None:
+    print(f"{'ok  ' if holds else 'FAIL'}  {name}: {found}", flush=True)
+    if not holds:
+        failures.append(name)
+
+
+def draw(
+    device: torch.device, dtype: torch.dtype, *, n: int, m: int, groups: int, batch: int = 2
+) -> list[Tensor]:
+    """Queries, keys and values, with gradients; scores of unit variance under the default scale."""
+    shapes = ((batch, HEADS, n, WIDTH), (batch, groups, m, WIDTH), (batch, groups, m, WIDTH))
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def kernel_that_runs(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str:
+    """The name of SDPA's kernel, as the profiler sees it."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler's own lines off standard error
+    with torch.profiler.profile() as record:
+        attend(q, k, v, mask=mask)
+    names = " ".join(event.key for event in record.key_averages())
+    return next((name for part, name in KERNELS.items() if part in names), "plain matrix products")
+
+
+def frames(device: torch.device, position: Position) -> Iterator[tuple[int, int, Frame]]:
+    """(n, m, frame): a whole sequence, and its second part behind a cache of the first."""
+    pos = torch.arange(160, device=device)
+    yield 160, 160, Frame(pos, position=position, aligned=True)
+    yield 96, 160, Frame(pos[64:], pos, position)
+
+
+def disagreement(backend: str, case: Case, dtype: torch.dtype) -> float:
+    """The largest relative error of outputs and gradients, as tensors, against the reference."""
+    mask, scale, position, groups = case
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    worst = 0.0
+    for n, m, frame in frames(device, position):
+        inputs = draw(device, dtype, n=n, m=m, groups=groups)
+        grad = torch.randn(2, HEADS, n, WIDTH, device=device, dtype=dtype)
+        rotation = frame.rotation(WIDTH, dtype)
+        found = []
+        for name in (backend, "reference"):
+            q, k, v = inputs
+            if rotation is not None:  # of the queries' positions; a cache has turned its keys already
+                q, k = rotate(q, rotation), rotate(k, rotation) if n == m else k
+            out = BACKENDS[name]()(q, k, v, frame, mask=mask, scale=resolve_scale(scale, WIDTH))
+            found.append([out, *torch.autograd.grad(out, inputs, grad)])
+        for ours, told in zip(*found, strict=True):
+            off = (ours.detach() - told.detach()).norm() / told.detach().norm()
+            worst = max(worst, float(off.nan_to_num(nan=torch.inf)))
+    return worst
+
+
+def agree(backend: str, cases: list[Case], dtype: torch.dtype, deadline: float = float("inf")) -> None:
+    worst: float = 0.0
+    at: Case | None = None
+    done = 0
+    for case in cases:
+        if time.monotonic() > deadline:
+            break
+        if backend == "flex":
+            torch.compiler.reset()  # each case compiles anew, and there is a limit to the variants of one function
+        worst, at = max((worst, at), (disagreement(backend, case, dtype), case), key=lambda pair: pair[0])
+        done += 1
+    holds = worst <= TOLERANCE[dtype]
+    found = f"{done} of {len(cases)} cases, off by {worst:.1e}" + ("" if holds else f", at {at}")
+    check(f"{backend} agrees with the reference, {str(dtype).removeprefix('torch.')}", holds, found)
+
+
+def decodes_alike(device: torch.device) -> None:
+    config = GPTConfig(vocab_size=64, block_size=64, n_layer=2, n_head=4, n_embd=64)
+    torch.manual_seed(0)
+    model = GPT(config).to(device).eval()
+    tokens = torch.randint(64, (2, 40), device=device)
+    cache = model.new_cache(2)
+    with torch.no_grad():
+        steps = [model(piece, cache) for piece in tokens.split([24, *[1] * 16], dim=1)]
+        off = float((torch.cat(steps, dim=1) - model(tokens)).abs().max())
+    check("cached and whole logits agree, float32", off < 1e-5, f"off by {off:.1e}")
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print(
+            "gpu_check: no CUDA device here; skipped which SDPA kernel runs, the backends' agreement, "
+            "FlexAttention compiled, peak memory, and decoding there"
+        )
+        return 0
+    started = time.monotonic()
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+
+    flash = torch.cuda.get_device_capability(device) >= (8, 0)
+    for dtype, wanted in ((torch.bfloat16, "Flash" if flash else ""), (torch.float32, "attention")):
+        q, k, v = draw(device, dtype, n=1024, m=1024, groups=HEADS)
+        for mask in (Causal(), Full()):
+            name = kernel_that_runs(q, k, v, mask)
+            check(f"kernel for {dtype}, {type(mask).__name__}", wanted.lower() in name.lower(), name)
+
+    q, k, v = (t.detach() for t in draw(device, torch.bfloat16, n=8192, m=8192, groups=HEADS, batch=1))
+    peaks = [
+        peak_bytes(lambda b=backend: attend(q, k, v, mask=Causal(), backend=b), device)  # type: ignore[misc]
+        for backend in ("reference", "fused")
+    ]
+    found = f"reference {peaks[0] / 2**20:,.0f} MiB, fused {peaks[1] / 2**20:,.1f} MiB"
+    check("fused needs under a twentieth of the memory at n = 8192", 20 * peaks[1] < peaks[0], found)
+
+    decodes_alike(device)
+    everything = list(itertools.product(MASKS, SCALES, POSITIONS, GROUPS))
+    for dtype in TOLERANCE:
+        agree("fused", everything, dtype)
+    none, _, alibi = POSITIONS
+    some: list[Case] = [
+        (Causal(), "sqrt", none, 2),
+        (SlidingWindow(80), "sqrt", alibi, 2),
+        (Prefix(40), 0.3, none, 4),
+    ]
+    for dtype in (torch.bfloat16, torch.float32):
+        agree("flex", some, dtype, deadline=started + SECONDS)
+
+    print(f"{len(failures)} failed, {time.monotonic() - started:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

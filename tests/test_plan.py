@@ -1,0 +1,99 @@
+"""scripts/plan.py from end to end, and what it takes the vocabulary to be."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from minilm.bench.setting import CHAR, VOCABULARIES, resolve_vocab_size
+from minilm.config import Command
+from minilm.errors import ConfigError
+from minilm.plan import plan as make_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = [
+    "model.n_layer=1",
+    "model.n_embd=32",
+    "model.n_head=2",
+    "model.block_size=32",
+    "device=cpu",
+    "threads=1",
+]
+
+
+def plan(*words: str) -> None:
+    """In this process."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = OmegaConf.to_container(compose("plan", overrides=list(words)), resolve=True)
+    make_plan(Command(config, said=[], out_dir=Path("unused"), default_out_dir=False))
+
+
+def test_the_script_says_all_of_it_and_leaves_nothing_behind(tmp_path):
+    words = [*TINY, "tokenizer=byte", "train.batch_size=2", "train.max_steps=10", "seconds=0.1"]
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    assert "vocab_size=256" in shown
+    count = 2 * 256 * 32 + 4 * 32 * 32 + 2 * 32 * 128 + 3 * 32
+    assert f"total {count:,}" in shown
+    assert "one text of 32 tokens 8 KiB" in shown  # 1 layer × 32 numbers × 32 tokens × 2 × 4 bytes
+    for heading in (
+        "Parameters",
+        "FLOPs per token",
+        "Training memory, 2 windows",
+        "Cache",
+        "Time on this machine",
+    ):
+        assert heading in shown
+    assert "10 steps" in shown
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_too_big_to_run_is_planned_all_the_same(capsys):
+    words = ["model=gpt2", "tokenizer=gpt2", "attention=linear", "train.batch_size=512", "device=cpu"]
+    plan(*words, "seconds=0.1")
+    shown = capsys.readouterr().out
+    assert "123,653,376" in shown
+    assert "at least" in shown
+    assert "and any longer one" in shown
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("model.n_head=3", "model.n_head=3 must divide model.n_embd=128"),
+        ("train.batch_size=0", "train.batch_size=0: a positive"),
+        ("seconds=-1", "seconds=-1: a number"),
+    ],
+)
+def test_mistakes_are_told(word, told):
+    with pytest.raises(ConfigError, match=told):
+        plan(word)
+
+
+# The vocabulary
+
+
+def resolve(kind, said=None, **options):
+    options = {"_target_": f"minilm.tokenizer.{kind}", **options}
+    return resolve_vocab_size({"vocab_size": said, "tokenizer": options})[0]
+
+
+def test_a_tokenizer_that_needs_no_text_tells_its_size():
+    assert resolve("Byte") == 256
+    assert resolve("BPE", vocab_size=512) == 512
+    assert resolve("Tiktoken", name="gpt2") == VOCABULARIES["gpt2"] == 50257
+    assert resolve("Char") == CHAR
+    assert resolve("Char", said=80) == resolve("Byte", said=80) == 80
+
+
+@pytest.mark.parametrize("said", [0, -1, 2.5, "many", True])
+def test_a_wrong_vocabulary_is_refused(said):
+    with pytest.raises(ConfigError, match="a positive whole number"):
+        resolve("Char", said=said)
