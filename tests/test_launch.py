@@ -294,7 +294,7 @@ def test_a_resumed_run_may_not_change(resumable, here, key):
 
 
 def test_saying_again_what_the_run_has_is_no_change(resumable):
-    assert resumable({"seed": 1337, "model.n_embd": 16, "mask": choice("mask", "causal")}).step == 4
+    assert resumable({"seed": 1, "model.n_embd": 16, "mask": choice("mask", "causal")}).step == 4
 
 
 def test_another_kind_of_optimizer_is_refused_before_anything_is_written(resumable, here):
