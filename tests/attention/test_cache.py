@@ -159,6 +159,8 @@ def test_rows_of_different_lengths_go_on_from_their_own_ends():
     frame = cache.advance(x[:, :1])
     assert frame.q_pos.tolist() == [[3], [6]]
     assert frame.k_pos.tolist() == [[-1, -1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]
+    cache.advance(x[:, :1], pos=torch.tensor([[-1], [7]]))  # the first row rests
+    assert cache.advance(x[:, :1]).q_pos.tolist() == [[4], [8]]
 
 
 def test_the_first_piece_is_a_sequence_that_reads_itself():
