@@ -85,6 +85,9 @@ def mistakes_in_one_line(name: str) -> Iterator[None]:
     except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         print(f"{name}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # a reader that has had enough, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit fails once more
+        sys.exit(141)  # as a program that the signal of a broken pipe ends
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -166,7 +169,7 @@ def _nearest(key: str, known: list[str]) -> str:
     files = sorted((CONFIGS / group).glob("*.yaml")) if group else []
     having = [f"{group}={f.stem}" for f in files if f"\n{name}:" in f.read_text(encoding="utf-8")]
     if having:
-        return f"only {', '.join(having)} has it"
+        return f"only {' and '.join(having)} {'has' if len(having) == 1 else 'have'} it"
     known = [k for k in known if not k.endswith("_target_")]
     same_name = [k for k in known if k.rpartition(".")[2] == name]
     siblings = [k for k in known if k.rpartition(".")[0] == group]

@@ -133,9 +133,11 @@ def read_text(path: Path, key: str) -> str:
             f"{key}={path}: not UTF-8 at byte {error.start} (0x{raw[error.start]:02x}){hint}; convert it to UTF-8"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise ConfigError(f"{key}={path}: cannot be read ({getattr(error, 'strerror', error)})") from None
+        raise ConfigError(
+            f"{key}={path}: cannot be read ({getattr(error, 'strerror', error)}); name a text file"
+        ) from None
     if not text:
-        raise ConfigError(f"{key}={path}: the file is empty")
+        raise ConfigError(f"{key}={path}: the file is empty; name one with text")
     if "\0" in text:
         raise ConfigError(
             f"{key}={path}: holds a NUL byte at character {text.index(chr(0))}; not a text file"
@@ -166,7 +168,7 @@ class TokenData:
         for name, tokens in (("training", self.train), ("validation", self.val)):
             if 0 < len(tokens) <= block_size or (name == "training" and not len(tokens)):
                 raise ConfigError(
-                    f"the {name} text has {len(tokens)} tokens, model.block_size={block_size} needs at least "
+                    f"data: the {name} text has {len(tokens)} tokens, model.block_size={block_size} needs at least "
                     f"{block_size + 1}: give more text, a smaller model.block_size or another data.val_fraction"
                 )
 

@@ -259,7 +259,7 @@ class Trainer:
         here = Path.cwd()
         run = str(self.run.relative_to(here) if self.run.is_relative_to(here) else self.run)
         command = f"python scripts/generate.py checkpoint={shlex.quote(run)}"
-        if self.stopped_by is not None:
+        if self.stopped_by is not None and self.step < self.config.max_steps:
             command = f"python scripts/train.py resume={shlex.quote(run)}"
             rows[0] = ("stopped", f"after step {self.step} of {self.config.max_steps}, saved")
         self.console.table([*rows, ("all of it is in", run), ("next", command)])

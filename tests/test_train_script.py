@@ -244,3 +244,14 @@ def test_help_and_misspelt_keys_do_not_wait_for_torch(tmp_path, name, arguments,
             part in done.stdout for part in [*says.split("."), "key=value", f"python scripts/{name}.py"]
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_of_help_that_has_had_enough_sees_no_traceback():
+    help_text = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    help_text.stdout.close()  # as `| head` does, only sooner
+    assert help_text.stderr.read() == b""
+    assert help_text.wait() == 141

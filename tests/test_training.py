@@ -288,6 +288,16 @@ def test_a_checkpoint_holds_the_configuration_and_the_tokenizer(tmp_path):
     assert saved.tokenizer == TOKENIZER.to_dict()
 
 
+def resume(run, **options):
+    """A new trainer that goes on from a run's last checkpoint, as minilm.launch makes one."""
+    trainer, saved = make(run, **options), checkpoint.load(run)
+    torch.manual_seed(99)
+    trainer.model.load_state_dict(saved.weights)
+    load_states(trainer.optimizers, saved.state["optimizers"])
+    trainer.restore(saved)
+    return trainer
+
+
 @pytest.mark.parametrize("optim", [ADAMW, Muon()], ids=["adamw", "muon"])
 @pytest.mark.parametrize("at", [5, 8])
 def test_a_resumed_run_is_the_unbroken_one(tmp_path, optim, at):
@@ -307,11 +317,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path, optim, at):
     saved = checkpoint.load(tmp_path / "broken")
     assert saved.step == at
 
-    torch.manual_seed(99)
-    resumed = make(tmp_path / "broken", optim=optim)
-    resumed.model.load_state_dict(saved.weights)
-    load_states(resumed.optimizers, saved.state["optimizers"])
-    resumed.restore(saved)
+    resumed = resume(tmp_path / "broken", optim=optim)
     resumed.fit()
     assert same(weights(resumed), weights(whole))
     assert records(tmp_path / "broken") == records(tmp_path / "whole")
@@ -321,6 +327,14 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path, optim, at):
     states = [checkpoint.load(tmp_path / name).state for name in ("broken", "whole")]
     assert same(states[0]["optimizers"], states[1]["optimizers"])
     assert states[0]["best"] == states[1]["best"]
+
+
+def test_what_was_best_before_a_resume_stays_best_after(tmp_path, monkeypatch):
+    for measured, options in ((2.0, {"max_steps": 4}), (3.0, {"max_steps": 8})):
+        monkeypatch.setattr(training, "evaluate", lambda *args, measured=measured, **options: measured)
+        (resume if options["max_steps"] == 8 else make)(tmp_path, eval_interval=4, **options).fit()
+    assert checkpoint.load(tmp_path / "checkpoints" / "best").step == 4
+    assert checkpoint.load(tmp_path).step == 8
 
 
 def test_a_run_that_had_saved_nothing_starts_its_files_anew(tmp_path):
@@ -405,6 +419,22 @@ def test_signal_handlers_are_put_back(tmp_path):
     trainer = make(tmp_path)
     trainer.fit()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_in_the_last_step_leaves_a_run_that_is_done(tmp_path, capsys):
+    trainer = make(tmp_path)
+    update = trainer._update
+
+    def interrupted():
+        trainer.stopped_by = signal.SIGTERM if trainer.step == trainer.config.max_steps - 1 else None
+        return update()
+
+    trainer._update = interrupted
+    trainer.fit()
+    said = capsys.readouterr().out
+    assert "trained" in said
+    assert "generate.py" in said
+    assert "resume=" not in said
 
 
 # ---- refusals ----
