@@ -266,10 +266,11 @@ def test_a_run_of_no_steps_leaves_one_too(tmp_path):
     assert records(tmp_path) == []
 
 
-def test_best_and_last_are_what_they_say(tmp_path, monkeypatch):
+@pytest.mark.parametrize("save_interval", [None, 1000])
+def test_best_and_last_are_what_they_say(tmp_path, monkeypatch, save_interval):
     measured = iter([3.0, 2.0, 2.5, 2.0, 4.0])
     monkeypatch.setattr(training, "evaluate", lambda *args, **options: next(measured))
-    make(tmp_path, max_steps=10, eval_interval=2, keep=1).fit()
+    make(tmp_path, max_steps=10, eval_interval=2, keep=1, save_interval=save_interval).fit()
     best, last = (checkpoint.load(tmp_path / "checkpoints" / name) for name in ("best", "last"))
     assert (best.step, last.step) == (4, 10)
     assert best.state["best"] == last.state["best"] == 2.0

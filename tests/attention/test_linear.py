@@ -123,6 +123,9 @@ def test_empty_slots_contribute_nothing_and_read_nothing(scheme, mask):
         alone = x[row : row + 1, empty:]
         close(together[row : row + 1, empty:], layer(alone, frame=Frame.of(alone, scheme)))
         assert not together[row, :empty].any()
+    soiled = x.clone()
+    soiled[pos < 0] = torch.nan
+    assert torch.equal(layer(soiled, frame=Frame(pos, position=scheme)), together)
     if mask == Causal():
         for sizes in ([3, 3], [1] * 6, [6]):
             close(read(layer, x, scheme, sizes, pos)[0], together)
