@@ -18,7 +18,8 @@ from minilm.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """An empty folder to work in, caches elsewhere, and no pictures."""
+    """An empty folder to work in, caches elsewhere, no pictures and no waiting for the disk."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr(launch, "ROOT", tmp_path / "root")
     monkeypatch.setattr(training, "plot_loss", lambda *args, **options: None)
     (tmp_path / "here").mkdir()

@@ -30,8 +30,10 @@ DATA = TokenData(TOKENS[:4000], TOKENS[4000:4300], val_bytes=300, floor=None, so
 
 
 @pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(training, "plot_loss", lambda *args, **options: None)  # it takes longer than a run
+def only_training(monkeypatch):
+    """No picture, and no waiting for the disk: both take longer than a run."""
+    monkeypatch.setattr(training, "plot_loss", lambda *args, **options: None)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 def make(
