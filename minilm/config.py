@@ -69,7 +69,8 @@ def script(name: str) -> Callable[[Callable[[Command], None]], Callable[[], None
                 "1"  # exceptions come here as they are, not as Hydra's own summary
             )
             with mistakes_in_one_line(name):
-                sys.argv[1:] = [_as_typed(argument) for argument in _in_order(sys.argv[1:])]
+                arguments = [_in_utf8(argument) for argument in sys.argv[1:]]
+                sys.argv[1:] = [_as_typed(argument) for argument in _in_order(arguments)]
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
 
         return run
@@ -91,6 +92,21 @@ def mistakes_in_one_line(name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+def _in_utf8(argument: str) -> str:
+    """The argument, also where Python holds its bytes as escapes, for want of a locale that knows them."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        key = argument.partition("=")[0]
+        if key not in TEXTS:  # a path: it could not be opened either
+            raise ConfigError(f"{argument}: not in the characters of this locale; set PYTHONUTF8=1") from None
+        try:
+            return os.fsencode(argument).decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f"{argument}: not UTF-8") from None
+    return argument
 
 
 def _in_order(arguments: list[str]) -> list[str]:

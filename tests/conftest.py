@@ -119,10 +119,9 @@ def _child(
     os.chdir(cwd)
     from minilm import launch, training
 
-    launch.ROOT, training.plot_loss = (
-        root,
-        lambda *args, **options: None,
-    )  # the picture takes longer than the run
+    # a picture, and waiting for the disk, take longer than a run
+    launch.ROOT, training.plot_loss = root, lambda *args, **options: None
+    os.fsync = lambda descriptor: None
     if at:
         method, step = at.split()
         plain = getattr(training.Trainer, method)

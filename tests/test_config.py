@@ -165,6 +165,23 @@ def test_other_values_are_read_by_hydra_unless_it_cannot(key, typed, value):
     assert arrives(key, typed) == value
 
 
+@pytest.mark.parametrize("typed", ["prompt=naïve 日本 🙂", "stop=é", "train.sample_prompt=Été"])
+def test_a_text_arrives_in_a_locale_that_does_not_know_it(typed):
+    escaped = typed.encode().decode(
+        "ascii", errors="surrogateescape"
+    )  # as Python does in LC_ALL=C PYTHONUTF8=0
+    assert config._in_utf8(escaped) == config._in_utf8(typed) == typed
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [("data.path=\udcc3\udca9.txt", "set PYTHONUTF8=1"), ("prompt=caf\udce9", "not UTF-8")],
+)
+def test_a_path_or_bytes_that_no_locale_knows_are_refused(argument, says):
+    with pytest.raises(ConfigError, match=says):
+        config._in_utf8(argument)
+
+
 def test_sweeps_stay_sweeps():
     for argument in ("seed=1,2", "seed=range(1,4)", "~seed", "--help", "-m", "seed"):
         assert config._as_typed(argument) == argument

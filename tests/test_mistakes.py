@@ -148,8 +148,9 @@ def test_without_a_model_the_message_says_where_it_was_looked_for(call, monkeypa
 
 
 def test_as_typed_too(tmp_path, tiny_run):
-    """In a process of its own: é arrives, and nothing else is printed around the line."""
-    result = script_as_typed("generate", "prompt=Hi? é", f"checkpoint={tiny_run[0]}", cwd=tmp_path)
+    """In a process of its own, in a poor locale: é arrives, and nothing else is printed around the line."""
+    poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
+    result = script_as_typed("generate", "prompt=Hi? é", f"checkpoint={tiny_run[0]}", cwd=tmp_path, **poor)
     assert (result.status, result.out, len(result.err.splitlines())) == (2, "", 1)
     assert result.err.startswith(
         "generate: tokenizer=char: 'H' (U+0048), '?' (U+003F), 'é' (U+00E9) not among"
