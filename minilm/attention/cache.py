@@ -153,7 +153,7 @@ class KVCache:
     def advance(self, tokens: Tensor, position: Position = _NOWHERE, pos: Tensor | None = None) -> Frame:
         """The frame in which the next `tokens` (B, n, …) read the past and one another.
 
-        pos: (B, n) positions, −1 for an empty slot, where the rows of the first pieces differ in length.
+        pos: (B, n) positions where rows differ in length, −1 for an empty slot before a row's first token.
         """
         n = tokens.shape[1]
         if self.capacity is not None and self.length + n > self.capacity:

@@ -141,7 +141,8 @@ def clear_empty(x: Tensor, pos: Tensor) -> Tensor:
 
 def check_position(position: Position | None) -> None:
     if position is not None and position.biased:
+        name = type(position).__name__.lower()
         raise ConfigError(
-            f"position={type(position).__name__}: it adds to the scores, which attention=linear never forms; choose "
+            f"position={name}: it adds to the scores, which attention=linear never forms; choose "
             "position=rope, learned, sinusoidal or none, or attention=mha"
         )

@@ -117,7 +117,7 @@ def refusal(config):
         if mask not in ("Causal", "Full"):
             return f"mask={mask}"
         if position == "Alibi":
-            return "position=Alibi"
+            return "position=alibi"
     return None
 
 
@@ -222,14 +222,13 @@ def generate(model, prompts, *, cache):
 
 
 def contexts(config, prompts, tokens):
-    """What the model is to have read before each step: rows of tokens; and whether any has just been cut down."""
+    """What the model is to have read before each step: the rows of tokens; and which have just been cut down."""
     rows = [list(row) for row in prompts]
-    for step in range(len(tokens) + 1):
+    for chosen in tokens:
         cut = [not rolls(config) and len(row) > SIZE for row in rows]
         rows = [row[-SIZE // 2 :] if short else row for row, short in zip(rows, cut, strict=True)]
-        yield [list(row) for row in rows], step == 0 or any(cut)
-        if step < len(tokens):
-            rows = [[*row, int(token)] for row, token in zip(rows, tokens[step], strict=True)]
+        yield rows, cut
+        rows = [[*row, int(token)] for row, token in zip(rows, chosen, strict=True)]
 
 
 def check_generation(config, model, prompts):
@@ -237,28 +236,20 @@ def check_generation(config, model, prompts):
     tokens, logits, refused = generate(model, prompts, cache=False)
     assert refused is None
     assert len(tokens) == NEW
-    read = list(contexts(config, prompts, tokens))[:NEW]
-    plain, ahead = Plain(model), lookahead(config)
+    read, plain, ahead = list(contexts(config, prompts, tokens)), Plain(model), lookahead(config)
     for b in range(len(prompts)):
-        step = 0
-        while step < NEW:
-            # rows that only grow are read once, in their last form, where nothing read sees what came later
-            last = step
-            while (
-                not ahead
-                and last + 1 < NEW
-                and read[last + 1][0][b][: len(read[step][0][b])] == read[step][0][b]
-            ):
-                last += 1
-            told = plain(read[last][0][b])
-            for at in range(step, last + 1):
-                close(logits[at][b], told[len(read[at][0][b]) - 1])
-                assert tokens[at][b] == told[len(read[at][0][b]) - 1].float().argmax()
-            step = last + 1
+        # between two cuts a row only grows, and is read once, in its last form, unless a mask sees what came later
+        cuts = [step for step in range(1, NEW) if ahead or read[step][1][b]]
+        for start, end in itertools.pairwise([0, *cuts, NEW]):
+            told = plain(read[end - 1][0][b])
+            for step in range(start, end):
+                one = told[len(read[step][0][b]) - 1]
+                close(logits[step][b], one)
+                assert tokens[step][b] == one.float().argmax()
 
     cached, cached_logits, refused = generate(model, prompts, cache=True)
-    impossible = (step for step, (rows, anew) in enumerate(read) if anew and min(map(len, rows)) < ahead)
-    stop = next(impossible, None)
+    anew = [step for step, (_, cut) in enumerate(read) if step == 0 or any(cut)]
+    stop = next((step for step in anew if min(map(len, read[step][0])) < ahead), None)
     assert (refused is None) == (stop is None)
     assert refused is None or "mask" in refused
     assert len(cached) == (NEW if stop is None else stop)

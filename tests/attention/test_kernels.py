@@ -6,6 +6,7 @@ the row of weights itself, so that weights can be seen through kernels that neve
 
 import itertools
 import math
+import shutil
 
 import pytest
 import torch
@@ -407,10 +408,12 @@ def agree_compiled(device):
 
 
 @pytest.mark.slow
-def test_flex_compiled_on_a_cpu(monkeypatch):
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
+def test_flex_compiled_on_a_cpu():
     import minilm.attention.kernels as kernels
 
     for frame, mask, q, k, v in agree_compiled("cpu"):
+        torch.compiler.reset()  # anew for each shape: with sizes left open, torch 2.13 makes C++ that does not compile
         with torch.no_grad():
             blocks, score_mod = Flex._blocks(frame, mask, compiling=True)
             flex = kernels.compiled(kernels.flex_attention)

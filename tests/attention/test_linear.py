@@ -236,10 +236,10 @@ def test_masks_it_cannot_honour_are_refused_by_name(mask):
 
 
 def test_alibi_is_refused_when_built_and_when_met():
-    with pytest.raises(ConfigError, match=r"position=Alibi: .*attention=linear .*position=rope"):
+    with pytest.raises(ConfigError, match=r"position=alibi: .*attention=linear .*position=rope"):
         LinearAttention(C, n_head=H, position=Alibi(n_head=H))
     x = draw(1, 3, C)
-    with pytest.raises(ConfigError, match=r"position=Alibi: "):
+    with pytest.raises(ConfigError, match=r"position=alibi: "):
         make()(x, frame=Frame.of(x, Alibi(n_head=H)))
     LinearAttention(C, n_head=H, position=Rotary(head_dim=D))
 
