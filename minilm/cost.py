@@ -12,6 +12,7 @@ Symbols: C model width, D head width, H query heads, G key heads, L layers, V vo
 import math
 from dataclasses import dataclass
 
+from minilm.attention.kernels import ROWS, SHORT
 from minilm.attention.masks import Causal, Full, Mask, SlidingWindow
 from minilm.model import GPTConfig
 
@@ -57,6 +58,7 @@ class Cost:
     """The costs of one model.
 
     position: the name of its class. backend: of softmax attention. chunk: of linear attention, None for softmax.
+    device: the type of device that it trains on.
     """
 
     model: GPTConfig
@@ -65,6 +67,7 @@ class Cost:
     qk_norm: bool = False
     backend: str = "fused"
     chunk: int | None = None
+    device: str = "cpu"
 
     @property
     def kv_width(self) -> int:
@@ -186,7 +189,7 @@ class Cost:
         held = weights + state + (weights if accumulates else 0)
         return Memory(weights, weights, state, int(activations), int(held + peak))
 
-    def _block_bytes(self, half: bool) -> int:
+    def _block_bytes(self, half: bool) -> float:
         """What a block's backward pass needs of one token."""
         c, kv, element = self.model, self.kv_width, 2 if half else FLOAT32
         norms = self._norm_bytes(half, readers=3) + self._norm_bytes(half, readers=self.mlp.matrices - 1)
@@ -196,7 +199,7 @@ class Cost:
         dropout = 2 * FLOAT32 * c.n_embd if c.dropout else 0  # which channels are kept, as numbers
         return norms + qk_norm + self._heads_bytes(element) + merged + hidden + dropout
 
-    def _heads_bytes(self, element: int) -> int:
+    def _heads_bytes(self, element: int) -> float:
         """What a token leaves inside attention, from queries, keys and values to the heads' output."""
         c, kv = self.model, self.kv_width
         if self.chunk is not None:
@@ -207,9 +210,23 @@ class Cost:
         if self.backend == "reference":
             # keys and values, a copy for each head; the weights, as made and with unreadable rows cleared
             return element * (3 * c.n_embd + 2 * c.n_head * c.block_size)
+        if weights := self._kept_weights(element):  # queries, keys and values for each head, the output
+            return element * (4 * c.n_embd + c.n_head * weights)
         # the output, and a logarithm a row; in a window queries, keys and values again by blocks, each key in two
         blocks = c.n_embd + 4 * kv if self._goes_by_blocks(c.block_size) else 0
         return element * (2 * c.n_embd + 2 * kv + blocks) + FLOAT32 * c.n_head
+
+    def _kept_weights(self, element: int) -> float:
+        """How many weights a query leaves where the fused kernel goes `by_rows`; 0 where it does not."""
+        size = self.model.block_size
+        if self._goes_by_blocks(size):
+            size = 2 * (self.mask.reach or size)
+        if self.device != "cpu" or element == FLOAT32 or size > SHORT:
+            return 0
+        if not isinstance(self.mask, Causal) or self.position == "Alibi":
+            return size
+        blocks = range(0, size, ROWS)  # each reads to its own end
+        return sum(min(ROWS, size - start) * min(start + ROWS, size) for start in blocks) / size
 
     def _norm_bytes(self, half: bool, readers: int) -> int:
         """What a norm keeps of one token, and the linear layers that read it: one tensor, or a half each."""

@@ -136,6 +136,15 @@ def test_flops_of_muon():
             "model.dropout=0.1",
         ],
         ["mask=sliding", "mask.window=32", "model.block_size=256"],
+        [
+            "precision=bf16",
+            "model.block_size=512",
+            "model.n_head=8",
+            "train.batch_size=1",
+        ],  # weights are most of it
+        ["precision=bf16", "model.block_size=512", "position=alibi", "model.n_kv_head=1"],
+        ["precision=bf16", "model.block_size=528", "model.n_head=8", "train.batch_size=1"],
+        ["precision=bf16", "mask=sliding", "mask.window=64", "model.block_size=256", "model.n_head=8"],
         ["attention=linear", "model.block_size=256"],
         ["attention.backend=reference", "precision=bf16", "model.n_kv_head=1"],
     ],

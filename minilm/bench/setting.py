@@ -56,6 +56,7 @@ class Setting:
             qk_norm=options.get("qk_norm", False),
             backend=options.get("backend", "fused"),
             chunk=layer.chunk if isinstance(layer, LinearAttention) else None,
+            device=self.device.type,
         )
 
     def model(self) -> GPT:
