@@ -23,6 +23,7 @@ from minilm.attention.layer import Attention
 from minilm.attention.masks import Mask
 from minilm.attention.positions import Position
 from minilm.checkpoint import Checkpoint
+from minilm.embedding import TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
@@ -102,10 +103,11 @@ def _class(path: Any, key: str, kind: type) -> type:
 
 
 def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
-    """A model with fresh weights from the sections model, attention, mask and position."""
+    """A model with fresh weights from the sections model, embedding, attention, mask and position."""
     shape = GPTConfig(
         vocab_size=vocab_size, **check(GPTConfig, config["model"], "model", exclude=("vocab_size",))
     )
+    embedding = construct(config, "embedding", TokenEmbedding, vocab_size=vocab_size, n_embd=shape.n_embd)
     mask = construct(config, "mask", Mask)
     position = construct(
         config,
@@ -130,7 +132,7 @@ def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
             position=position,
         )
 
-    return GPT(shape, position=position, attention=attention)
+    return GPT(shape, embedding=embedding, position=position, attention=attention)
 
 
 def restore(path: str | Path, device: torch.device) -> tuple[GPT, Tokenizer, Checkpoint]:

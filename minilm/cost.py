@@ -58,7 +58,7 @@ class Cost:
     """The costs of one model.
 
     position: the name of its class. backend: of softmax attention. chunk: of linear attention, None for softmax.
-    device: the type of device that it trains on.
+    device: the type of device that it trains on. ngrams: rows of the embedding beside those of single tokens.
     """
 
     model: GPTConfig
@@ -68,6 +68,7 @@ class Cost:
     backend: str = "fused"
     chunk: int | None = None
     device: str = "cpu"
+    ngrams: int = 0
 
     @property
     def kv_width(self) -> int:
@@ -77,6 +78,8 @@ class Cost:
     @property
     def mlp(self) -> MLP:
         width = self.model.n_embd
+        if self.model.mlp == "none":
+            return MLP(matrices=0, hidden=0, kept=0)
         if self.model.mlp == "swiglu":
             return MLP(matrices=3, hidden=-(-8 * width // 3 // 8) * 8, kept=4)
         return MLP(matrices=2, hidden=4 * width, kept=2)
@@ -94,12 +97,12 @@ class Cost:
         c, mlp = self.model, self.mlp
         biases = {
             "attention": 2 * (c.n_embd + self.kv_width),
-            "mlp": (mlp.matrices - 1) * mlp.hidden + c.n_embd,
+            "mlp": (mlp.matrices - 1) * mlp.hidden + c.n_embd if mlp.matrices else 0,
         }
         inner = {part: count + c.bias * c.n_layer * biases[part] for part, count in self.matrices().items()}
         norm = c.n_embd * (2 if c.norm == "layernorm" and c.bias else 1)
         return {
-            "embedding": c.vocab_size * c.n_embd,
+            "embedding": (c.vocab_size + self.ngrams) * c.n_embd,
             "position": c.block_size * c.n_embd if self.position == "Learned" else 0,
             **inner,
             "norms": (2 * c.n_layer + 1) * norm,
@@ -192,7 +195,9 @@ class Cost:
     def _block_bytes(self, half: bool) -> float:
         """What a block's backward pass needs of one token."""
         c, kv, element = self.model, self.kv_width, 2 if half else FLOAT32
-        norms = self._norm_bytes(half, readers=3) + self._norm_bytes(half, readers=self.mlp.matrices - 1)
+        norms = self._norm_bytes(half, readers=3) + self._norm_bytes(
+            half, readers=max(0, self.mlp.matrices - 1)
+        )
         qk_norm = FLOAT32 * (c.n_embd + kv) if self.qk_norm else 0
         merged = element * c.n_embd
         hidden = element * self.mlp.kept * self.mlp.hidden

@@ -5,6 +5,7 @@ Shapes: (B, T, C) -> (B, T, C).
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,10 +45,21 @@ class SwigluMLP(nn.Module):
         return self.out(F.silu(self.gate(x)) * self.up(x))
 
 
+class NoMLP(nn.Module):
+    """None: a model of attention alone (Elhage et al. 2021)."""
+
+    def __init__(self, n_embd: int, bias: bool) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
 MLPS: dict[str, Callable[[int, bool], nn.Module]] = {
     "gelu": GeluMLP,
     "relu2": ReluSquaredMLP,
     "swiglu": SwigluMLP,
+    "none": NoMLP,
 }
 NORMS: dict[str, Callable[[int, bool], nn.Module]] = {
     "layernorm": lambda n_embd, bias: nn.LayerNorm(n_embd, bias=bias),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minilm.attention.cache import KVCache
@@ -15,6 +16,7 @@ from minilm.attention.frame import Frame
 from minilm.attention.layer import Attention, MultiHeadAttention, check_dropout, check_heads
 from minilm.attention.masks import Mask
 from minilm.attention.positions import Position, Rotary
+from minilm.embedding import TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.layers import MLPS, NORMS, named
 
@@ -78,13 +80,15 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens in, logits out.
 
-    config: the shape. position: the model's one position scheme. attention: makes one layer's attention.
+    config: the shape. embedding: of its tokens. position: the model's one position scheme. attention: makes one
+    layer's attention.
     """
 
     def __init__(
         self,
         config: GPTConfig,
         *,
+        embedding: TokenEmbedding | None = None,
         position: Position | None = None,
         attention: Callable[[], Attention] | None = None,
     ) -> None:
@@ -95,7 +99,7 @@ class GPT(nn.Module):
                 config.n_embd, n_head=config.n_head, n_kv_head=config.n_kv_head, bias=config.bias
             )
         )
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embedding = embedding or TokenEmbedding(config.vocab_size, config.n_embd)
         self.position = position or Rotary(head_dim=config.head_dim)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attention()) for _ in range(config.n_layer))
@@ -149,11 +153,21 @@ class GPT(nn.Module):
             frame = Frame(pos, position=self.position)
         else:
             frame = Frame.of(tokens, self.position)
-        x = self.dropout(self.position.embed(self.embedding(tokens), frame.q_pos))
+        x = self.embedding(self._with_past(tokens, cache, pos))
+        x = self.dropout(self.position.embed(x, frame.q_pos))
         stores = cache.stores if cache is not None else [None] * len(self.blocks)
         for block, store in zip(self.blocks, stores, strict=True):
             x = block(x, frame, store)
         return self.head(self.norm(x if keep is None else x[:, -keep:]))
+
+    def _with_past(self, tokens: Tensor, cache: KVCache | None, pos: Tensor | None) -> Tensor:
+        """(B, T) -> (B, past + T): with the tokens before them that the embedding looks at, −1 where there are none."""
+        past = self.embedding.past
+        if past == 0:
+            return tokens
+        if pos is not None:
+            tokens = tokens.masked_fill(pos < 0, -1)
+        return F.pad(tokens, (past, 0), value=-1) if cache is None else cache.recall(tokens, past)
 
     def hide_leaks(self, targets: Tensor) -> Tensor:
         """Targets (B, T) with −1 where the mask lets a position read its own target.

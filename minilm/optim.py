@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minilm.errors import ConfigError
+from minilm.muon import BatchedMuon
 
 
 class Optim(ABC):
@@ -46,8 +47,8 @@ class AdamW(Optim):
 class Muon(Optim):
     """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms and biases.
 
-    Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix. Its rate is scaled so that an
-    update has the root mean square of AdamW's (Liu et al. 2025), which lets one weight decay serve both.
+    Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, with a rate on the scale of
+    AdamW's (Liu et al. 2025).
     """
 
     lr: float = 1e-2
@@ -66,20 +67,14 @@ class Muon(Optim):
         head = [p for name, p in model.named_parameters() if name.endswith("head.weight") and p.requires_grad]
         outer = {id(p) for p in head}
         inner = [p for p in matrices if id(p) not in outer]
-        muon = torch.optim.Muon(
-            inner,
-            lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        muon = BatchedMuon(inner, self.lr, self.momentum, self.weight_decay)
         rest = [p for p in matrices if id(p) in outer] + tables + vectors
         return [muon, _adamw(self, [(rest, 0.0)], self.adam_lr)]
 
 
 def sort_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """(matrices, embedding tables, vectors), trainable ones, each once; a tied head counts as the table it is."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     return (
         [p for p in parameters if p.dim() >= 2 and id(p) not in tables],

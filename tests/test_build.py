@@ -20,9 +20,13 @@ from minilm.optim import Optim
 from minilm.schedule import Schedule
 from minilm.tokenizer import Char, Tokenizer
 
-SECTIONS = ("model", "attention", "mask", "position", "data", "tokenizer", "optim", "schedule")
+SECTIONS = ("model", "embedding", "attention", "mask", "position", "data", "tokenizer", "optim", "schedule")
 DEFAULTS = dict(
-    zip(SECTIONS, ("micro", "mha", "causal", "rope", "tales", "char", "adamw", "trapezoid"), strict=True)
+    zip(
+        SECTIONS,
+        ("micro", "token", "mha", "causal", "rope", "tales", "char", "adamw", "trapezoid"),
+        strict=True,
+    )
 )
 SMALL = {"n_layer": 1, "n_head": 2, "n_kv_head": None, "n_embd": 16, "block_size": 8}
 CPU = torch.device("cpu")
@@ -47,7 +51,8 @@ def choices(section):
 
 
 @pytest.mark.parametrize(
-    ("section", "name"), [(s, n) for s in ("model", "attention", "mask", "position") for n in choices(s)]
+    ("section", "name"),
+    [(s, n) for s in ("model", "embedding", "attention", "mask", "position") for n in choices(s)],
 )
 def test_every_choice_of_a_models_parts_builds_a_model_that_learns(section, name):
     model = build_model(config(**{section: name}), vocab_size=30)

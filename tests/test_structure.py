@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module that is not named here stands at the top: it may import all the others, and none of these may import it.
 LEVELS = [
     "errors",
-    "attention.masks attention.positions files layers optim runtime sampling schedule",
-    "attention.frame console tales tokenizer",
+    "attention.masks attention.positions files layers muon runtime sampling schedule",
+    "attention.frame optim console tales tokenizer",
     "attention.cache attention.kernels checkpoint streaming tracking",
     "attention.layer data plots",
-    "attention.linear attention.diagnostics",
+    "attention.linear attention.diagnostics embedding",
     "attention",
     "model",
     "cost evaluation generation",

@@ -144,6 +144,7 @@ class KVCache:
         self.length = 0  # slots filled so far, empty ones included
         self._next: Tensor | int = 0  # the position of each row's next token
         self._kept: Growing | Rolling | None = None  # positions of the kept slots
+        self._latest: Tensor | None = None  # the tokens that `recall` will be asked for
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +179,14 @@ class KVCache:
             self._next = torch.maximum(before, pos.max(dim=1).values + 1)
         aligned = first and pos.dim() == 1
         return Frame(pos, None if aligned else k_pos, position, aligned=aligned, newest=n == 1)
+
+    def recall(self, tokens: Tensor, past: int) -> Tensor:
+        """(B, n) -> (B, past + n): the new tokens behind the last `past` that were read, −1 where there were none."""
+        if self._latest is None:
+            self._latest = tokens.new_full((len(tokens), past), -1)
+        known = torch.cat((self._latest, tokens), dim=1)
+        self._latest = known[:, -past:]
+        return known
 
     def _check_lookahead(self, first: int) -> None:
         if first >= self.lookahead:

@@ -1,0 +1,77 @@
+"""What a token is to the model before it reads any other: one vector, or one for each history that ends with it.
+
+Shapes: B batch, T tokens, C model width, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minilm.attention.layer import check_dropout
+from minilm.errors import ConfigError
+
+
+class TokenEmbedding(nn.Embedding):
+    """A vector a token. past: how many tokens before each it also looks at."""
+
+    past = 0
+
+    def __init__(self, vocab_size: int, n_embd: int) -> None:
+        super().__init__(vocab_size, n_embd)
+
+
+class NGramEmbedding(TokenEmbedding):
+    """The token's vector, and one for each of the last `orders` tokens taken together.
+
+    What n-gram models count is learned here by gradient descent, so that attention is left with what lies farther
+    back. orders: lengths of the histories, the token itself included. rows: of each order's table; where more
+    histories are possible they share rows by a hash (Svenstrup et al. 2017; Roy et al. 2022, N-Grammer). All start
+    at zero. dropout: of each history's vector as a whole, while training, so that the shorter ones learn to do
+    without it: long histories are learned by heart otherwise.
+
+    Raises ConfigError for orders below 2 or named twice, without rows, and for a dropout that is no probability.
+    """
+
+    def __init__(
+        self, vocab_size: int, n_embd: int, *, orders: list[int], rows: int = 16384, dropout: float = 0.0
+    ) -> None:
+        super().__init__(vocab_size, n_embd)
+        if not orders or min(orders) < 2 or len(set(orders)) < len(orders):
+            raise ConfigError(f"embedding.orders={orders}: different whole numbers, 2 or more")
+        if rows < 1:
+            raise ConfigError(f"embedding.rows={rows}: a positive whole number")
+        self.orders = orders
+        self.past = max(orders) - 1
+        self.dropout = check_dropout("embedding.dropout", dropout)
+        self.tables = nn.ParameterList(
+            torch.zeros(min(self._histories(order), rows), n_embd) for order in orders
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, past + T) int64 -> (B, T, C). A token of −1 is none: the text begins after it."""
+        x = super().forward(tokens[:, self.past :].clamp(min=0))
+        for order, table in zip(self.orders, self.tables, strict=True):
+            vectors = F.embedding(self._rows(tokens, order, len(table)), table)
+            if self.training and self.dropout:
+                vectors = vectors * F.dropout(torch.ones_like(vectors[..., :1]), self.dropout)
+            x = x + vectors
+        return x
+
+    def _histories(self, order: int) -> int:
+        """How many there are, those of a text's beginning included."""
+        return (self.num_embeddings + 1) ** order
+
+    def _rows(self, tokens: Tensor, order: int, rows: int) -> Tensor:
+        """The row of each history, (B, past + T) -> (B, T)."""
+        history = (tokens + 1).unfold(-1, order, 1)[:, self.past + 1 - order :]  # (B, T, order)
+        number = torch.zeros_like(history[..., 0])
+        for i in range(order):
+            number = number * (self.num_embeddings + 1) + history[..., i]  # beyond 2⁶³ it wraps around
+        return number if self._histories(order) <= rows else scramble(number) % rows
+
+
+def scramble(x: Tensor) -> Tensor:
+    """int64 -> int64 in which every bit depends on all of x (Steele et al. 2014, the finalizer of SplitMix)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift)) * (factor - (1 << 64))  # the same bits, as a signed number
+    return x ^ (x >> 31)
