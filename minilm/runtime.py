@@ -1,6 +1,7 @@
 """The machine: device, precision, threads, randomness, compilation."""
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -86,6 +87,7 @@ def compile_model(model: nn.Module, mode: bool | str) -> Callable[..., Any]:
         return model
     if mode not in (True, "strict"):
         raise ConfigError(f"compile={mode}: expected true, false or strict")
+    print(f"compile={str(mode).lower()}: the first step compiles, which may take a minute", file=sys.stderr)
     if mode is True:
         torch._dynamo.config.suppress_errors = True  # what the compiler cannot do of a model stays plain
         try:

@@ -159,26 +159,18 @@ class Trainer:
         seed_step(self.seed, self.step)
         batch = torch.from_numpy(self.windows.batch(self.step * c.batch_size, c.batch_size))
         inputs, targets = batch[:, :-1], self.model.hide_leaks(batch[:, 1:])
-        counted = int((targets >= 0).sum())
-        total = torch.zeros((), device=self.device)
-        for x, y in zip(
-            *(t.split(c.micro_batch_size or c.batch_size) for t in (inputs, targets)), strict=True
-        ):
-            with autocast(self.device, self.precision):
-                logits = self.forward(x.to(self.device))
-            loss = F.cross_entropy(
-                at_least_float32(logits).flatten(0, 1),
-                y.to(self.device).flatten(),
-                ignore_index=-1,
-                reduction="sum",
-            )
-            self.scaler.scale(loss / counted).backward()
-            total += loss.detach()
+        mean = gradients(
+            self.forward,
+            inputs.to(self.device),
+            targets.to(self.device),
+            windows=c.micro_batch_size or c.batch_size,
+            precision=self.precision,
+            scaler=self.scaler,
+        )
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         limit = c.grad_clip if c.grad_clip is not None else float("inf")
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        mean = float(total) / counted
         if not np.isfinite(mean) or not (self.scaler.is_enabled() or torch.isfinite(norm)):
             self._fail(f"the loss is {mean} and the gradient's norm {float(norm)}")
         factor = self.schedule(self.step, c.max_steps)
@@ -318,6 +310,31 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def gradients(
+    forward: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    windows: int,
+    precision: str,
+    scaler: torch.amp.GradScaler,
+) -> float:
+    """The mean loss in nats per token; its gradient, times the scaler's factor, is added to the parameters'.
+
+    inputs, targets: (B, T), of which `windows` rows at a time are in memory; a target of −1 does not count.
+    """
+    counted = int((targets >= 0).sum())
+    total = torch.zeros((), device=inputs.device)
+    for x, y in zip(inputs.split(windows), targets.split(windows), strict=True):
+        with autocast(inputs.device, precision):
+            logits = forward(x)
+        logits = at_least_float32(logits).flatten(0, 1)
+        loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
+        scaler.scale(loss / counted).backward()
+        total += loss.detach()
+    return float(total) / counted
 
 
 def nats_and_bits(loss: float, data: TokenData) -> str:

@@ -1,26 +1,34 @@
-"""What can be checked on a CUDA device alone, in under four minutes: python scripts/gpu_check.py
+"""What can be checked on a CUDA device alone, in under six minutes: python scripts/gpu_check.py
 
-Which kernel runs, that the backends agree there, FlexAttention compiled, what memory attention takes, and that a
-whole model decodes with a cache as it does without. Where there is no such device it says so, and is content.
+Which kernel runs, that the backends agree there, FlexAttention compiled, what memory attention takes, that a whole
+model decodes with a cache as it does without, and how much of the device training of GPT-2's shape uses. Where there
+is no such device it says so, and is content.
 """
 
 import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from minilm.attention import Alibi, Causal, Frame, Full, NoPosition, Position, Prefix, Rotary, SlidingWindow
 from minilm.attention.kernels import BACKENDS, attend, resolve_scale
 from minilm.attention.masks import Mask
 from minilm.attention.positions import rotate
-from minilm.bench.measure import peak_bytes
+from minilm.bench.measure import free_bytes, median_seconds, peak_bytes
+from minilm.bench.setting import Setting
+from minilm.bench.step import Product, model_flops
+from minilm.bench.training import TrainingStep
+from minilm.config import CONFIGS
 from minilm.model import GPT, GPTConfig
 
-SECONDS = 200.0  # after which no further case of FlexAttention is compiled
+SECONDS = 270.0  # after which no further case of FlexAttention is compiled
 HEADS, WIDTH = 4, 64
 MASKS: list[Mask] = [Causal(), Full(), SlidingWindow(24), SlidingWindow(80), Prefix(40)]
 SCALES: list[str | float] = ["sqrt", "none", "inverse", 0.3]
@@ -33,6 +41,15 @@ KERNELS = {
     "scaled_dot_product_efficient": "memory-efficient attention",
     "scaled_dot_product_fused_attention_overrideable": "an override",
 }
+
+#: the usual race: GPT-2's classic block, its vocabulary rounded up to a multiple of 64, AdamW in one kernel
+GPT2 = [
+    *("model=gpt2", "tokenizer=gpt2", "vocab_size=50304", "position=learned", "attention.qk_norm=false"),
+    *("optim=adamw", "precision=bf16", "compile=strict", "device=cuda"),
+]
+BATCHES = (64, 32, 16, 8, 4, 2, 1)  # windows a step, the most that fit
+WIDTHS = (4096, 8192)  # of the square products that the device's speed is measured by
+BUSY = 0.5
 
 Case = tuple[Mask, str | float, Position, int]  # mask, scale, position, key heads
 
@@ -53,11 +70,11 @@ def draw(
     return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def kernel_that_runs(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str:
+def kernel_that_runs(work: Callable[[], object]) -> str:
     """The name of SDPA's kernel, as the profiler sees it."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler's own lines off standard error
     with torch.profiler.profile() as record:
-        attend(q, k, v, mask=mask)
+        work()
     names = " ".join(event.key for event in record.key_averages())
     return next((name for part, name in KERNELS.items() if part in names), "plain matrix products")
 
@@ -119,11 +136,45 @@ def decodes_alike(device: torch.device) -> None:
     check("cached and whole logits agree, float32", off < 1e-5, f"off by {off:.1e}")
 
 
+def setting(*words: str) -> Setting:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("bench", overrides=list(words))
+    return Setting.of(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+
+
+def uses_the_device(*words: str, widths: tuple[int, ...] = WIDTHS) -> None:
+    """Training steps of a model: their model FLOPs against the rate of the best bf16 product of the same run."""
+    for batch in BATCHES:
+        it = setting(*words, f"train.batch_size={batch}")
+        planned = it.cost.memory(batch, optimizer="AdamW", precision=it.precision).peak
+        if 1.5 * planned < free_bytes(it.device):
+            break
+    step = TrainingStep(it)
+    step()  # compiles
+    kernel = kernel_that_runs(step)
+    cases: dict[str, Callable[[], object]] = {"step": step}
+    products = {f"{n}³": Product(n, n, n, it.device) for n in widths}
+    seconds = median_seconds(cases | products, it.device, repeats=10, budget=30)
+    rates = {name: product.flops / seconds[name] for name, product in products.items()}
+    best = max(rates, key=lambda name: rates[name])
+    flops = model_flops(it)
+    share = flops / seconds["step"] / rates[best]
+    tokens = batch * it.cost.model.block_size
+    print(
+        f"      {batch} windows of {it.cost.model.block_size} tokens: {1000 * seconds['step']:,.1f} ms a step, "
+        f"{tokens / seconds['step']:,.0f} tokens/s, {flops / seconds['step'] / 1e12:,.3g} TFLOP/s; "
+        f"products of {best}: {rates[best] / 1e12:,.3g} TFLOP/s"
+    )
+    check(
+        "training uses at least half of the best product's rate", share >= BUSY, f"{share:.0%}, by {kernel}"
+    )
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print(
             "gpu_check: no CUDA device here; skipped which SDPA kernel runs, the backends' agreement, "
-            "FlexAttention compiled, peak memory, and decoding there"
+            "FlexAttention compiled, peak memory, decoding, and the speed of training there"
         )
         return 0
     started = time.monotonic()
@@ -135,7 +186,7 @@ def main() -> int:
     for dtype, wanted in ((torch.bfloat16, "Flash" if flash else ""), (torch.float32, "attention")):
         q, k, v = draw(device, dtype, n=1024, m=1024, groups=HEADS)
         for mask in (Causal(), Full()):
-            name = kernel_that_runs(q, k, v, mask)
+            name = kernel_that_runs(partial(attend, q, k, v, mask=mask))
             check(f"kernel for {dtype}, {type(mask).__name__}", wanted.lower() in name.lower(), name)
 
     q, k, v = (t.detach() for t in draw(device, torch.bfloat16, n=8192, m=8192, groups=HEADS, batch=1))
@@ -147,6 +198,7 @@ def main() -> int:
     check("fused needs under a twentieth of the memory at n = 8192", 20 * peaks[1] < peaks[0], found)
 
     decodes_alike(device)
+    uses_the_device(*GPT2)
     everything = list(itertools.product(MASKS, SCALES, POSITIONS, GROUPS))
     for dtype in TOLERANCE:
         agree("fused", everything, dtype)

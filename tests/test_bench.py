@@ -18,6 +18,7 @@ from minilm.bench.base import Table
 from minilm.bench.measure import fit_exponent, fit_growth, median_seconds, peak_bytes
 from minilm.bench.report import print_table, show_bytes, show_number, show_seconds
 from minilm.bench.run import run
+from minilm.bench.step import peak_resident
 from minilm.config import Command
 from minilm.errors import ConfigError
 
@@ -175,9 +176,36 @@ def test_decoding_on_and_on_needs_no_more_memory(tmp_path, words):
     assert last["uncached_seconds"] is None
 
 
+def test_step_bench(tmp_path):
+    words = ["bench=step", "train.batch_size=2", "bench.ways=[fp32,bf16]", "bench.repeats=1"]
+    found = bench(tmp_path, *words, "model.n_embd=64")
+    plain, half = found["rows"]
+    assert (plain["way"], half["way"]) == ("fp32", "bf16")
+    assert plain["planned_bytes"] > half["planned_bytes"] > 0
+    assert all(row["seconds"] > 0 and row["peak"] > row["grown"] > 0 for row in found["rows"])
+    assert found["flops"] > 6 * 2 * 64 * 64**2  # 3 passes of 2 FLOPs a token for each weight of one matrix
+    assert len(found["claims"]) == 4
+
+
+def test_the_resident_peak_grows_with_what_a_process_touches():
+    before = peak_resident()
+    torch.ones(before // 4 + (64 << 20))  # as many bytes again, and more
+    assert peak_resident() >= before + (64 << 20)
+
+
+@pytest.mark.slow
+def test_start_bench(tmp_path):
+    found = bench(tmp_path, "bench=start", "bench.repeats=1")
+    assert len(found["seconds"]) == 4
+    assert found["seconds"]["the first training step"] > found["seconds"]["import torch"] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["bench=step", "bench.ways=[fp32,fp8]"], "fp8: expected fp32 or bf16"),
+        (["bench=step", "bench.ways=[fp32]"], "two or more"),
+        (["bench=step", "bench.ways=[bf16 compiled,fp32]"], "the first not compiled"),
         (["bench=attention", "bench.lengths=[100,300]"], "twice the one before"),
         (["bench=attention", "bench.backends=[flash]"], "no flash; expected some of reference"),
         (["bench=attention", "attention=linear"], "see bench=decode"),
@@ -224,3 +252,14 @@ def test_without_a_gpu_its_check_says_what_it_skipped(capsys):
     assert "no CUDA device here; skipped" in capsys.readouterr().out
     check["agree"]("fused", [(Causal(), "sqrt", check["POSITIONS"][1], 2)], torch.float64)
     assert capsys.readouterr().out.startswith("ok    fused agrees with the reference, float64: 1 of 1 cases")
+
+
+def test_what_a_gpu_trains_at_runs_here_at_a_tiny_size(capsys):
+    check = runpy.run_path(str(CONFIGS.parent / "scripts" / "gpu_check.py"))
+    words = [word for word in check["GPT2"] if word not in ("compile=strict", "device=cuda")]
+    tiny = ["model.n_layer=1", "model.n_head=2", "model.n_embd=32", "model.block_size=16", "vocab_size=64"]
+    check["uses_the_device"](*words, *tiny, "device=cpu", widths=(64,))
+    out = capsys.readouterr().out
+    assert "64 windows of 16 tokens: " in out
+    assert "products of 64³: " in out
+    assert "by plain matrix products" in out  # as a CPU trains in half precision

@@ -91,6 +91,18 @@ def test_pydoc_is_all_that_python_says_of_itself():
     assert len(text) > 200_000
 
 
+def test_tales_are_written_once_and_read_back_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("minilm.data.ROOT", tmp_path)
+    first = Tales(n_bytes=2000)
+    text, floor = first.read(), first.floor(100)
+    monkeypatch.setattr("minilm.tales.generate", lambda *_: pytest.fail("written again"))
+    again = Tales(n_bytes=2000)
+    assert again.read() == text
+    assert again.floor(100) == floor
+    with pytest.raises(pytest.fail.Exception, match="written again"):
+        Tales(n_bytes=2000, seed=2).read()
+
+
 def test_the_floor_of_the_tales_is_that_of_the_validation_text():
     corpus = Tales(n_bytes=2000)
     assert corpus.read() == corpus.made.text

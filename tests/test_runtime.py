@@ -174,6 +174,15 @@ def test_an_unknown_mode_of_compilation_is_refused(mode):
         compile_model(nn.Linear(2, 2), mode)
 
 
+def test_compilation_is_announced_on_standard_error(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    for mode in (False, "strict"):
+        compile_model(nn.Linear(2, 2), mode)
+    told = capsys.readouterr()
+    assert told.err == "compile=strict: the first step compiles, which may take a minute\n"
+    assert not told.out
+
+
 def test_where_no_compiler_works_one_warning_says_so_and_the_plain_model_goes_on(monkeypatch):
     def no_compiler():
         raise RuntimeError("InvalidCxxCompiler: no g++\nand a wall of text")

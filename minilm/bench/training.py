@@ -1,15 +1,13 @@
 """A training step as the trainer makes it, to be timed or weighed."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from minilm.bench.setting import Setting
 from minilm.build import check, construct
-from minilm.evaluation import at_least_float32
 from minilm.optim import Optim
-from minilm.runtime import autocast
-from minilm.training import TrainConfig
+from minilm.runtime import compile_model
+from minilm.training import TrainConfig, gradients
 
 
 class TrainingStep:
@@ -19,19 +17,21 @@ class TrainingStep:
         self.setting = setting
         self.config = TrainConfig(**check(TrainConfig, setting.config["train"], "train"))
         self.model = setting.model()
+        self.forward = compile_model(self.model, setting.config["compile"])
         self.optimizers = construct(setting.config, "optim", Optim).build(self.model)
         self.scaler = torch.amp.GradScaler(setting.device.type, enabled=setting.precision == "fp16")
         self.windows = setting.tokens(self.config.batch_size, self.model.config.block_size + 1)
 
     def __call__(self) -> None:
         c, setting = self.config, self.setting
-        counted = self.windows[:, 1:].numel()
-        for piece in self.windows.split(c.micro_batch_size or c.batch_size):
-            with autocast(setting.device, setting.precision):
-                logits = self.model(piece[:, :-1])
-            targets = piece[:, 1:].flatten()
-            loss = F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets, reduction="sum")
-            self.scaler.scale(loss / counted).backward()
+        gradients(
+            self.forward,
+            self.windows[:, :-1],
+            self.windows[:, 1:],
+            windows=c.micro_batch_size or c.batch_size,
+            precision=setting.precision,
+            scaler=self.scaler,
+        )
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip or float("inf"))
