@@ -3,14 +3,14 @@
 Shapes: B batch, T tokens, C model width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from minilm.attention.cache import KVCache
+from minilm.attention.cache import KVCache, Store
 from minilm.attention.frame import Frame
 from minilm.attention.layer import Attention, MultiHeadAttention, check_dropout, check_heads
 from minilm.attention.masks import Mask
@@ -149,9 +149,19 @@ class GPT(nn.Module):
             frame = Frame(pos, position=self.position)
         else:
             frame = Frame.of(tokens, self.position)
+        return self.read(tokens, frame, None if cache is None else cache.stores, keep=keep)
+
+    def read(
+        self,
+        tokens: Tensor,
+        frame: Frame,
+        stores: Sequence[Store | None] | None = None,
+        *,
+        keep: int | None = None,
+    ) -> Tensor:
+        """The forward pass itself, of tokens that stand as `frame` says, each layer behind its store."""
         x = self.dropout(self.position.embed(self.embedding(tokens), frame.q_pos))
-        stores = cache.stores if cache is not None else [None] * len(self.blocks)
-        for block, store in zip(self.blocks, stores, strict=True):
+        for block, store in zip(self.blocks, stores or [None] * len(self.blocks), strict=True):
             x = block(x, frame, store)
         return self.head(self.norm(x if keep is None else x[:, -keep:]))
 
