@@ -158,7 +158,7 @@ def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     if x.numel() != x.shape[-1]:
         return F.linear(x, weight, bias)
     dtype = at_least_float32(x.dtype)
-    row, n = made(x.flatten()).to(dtype), len(weight) // STREAMS
+    row, n = made(x.flatten().to(dtype)), len(weight) // STREAMS
     streams = [n] * STREAMS + [len(weight) % STREAMS] if weight.numel() >= LARGE else [len(weight)]
     parts = [(row * part.to(dtype)).sum(dim=-1) for part in weight.split([rows for rows in streams if rows])]
     y = parts[0] if len(parts) == 1 else torch.cat(parts)
