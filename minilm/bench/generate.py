@@ -79,7 +79,7 @@ class GenerateBench(Bench):
             )
         writers: dict[tuple[str, str], Writer] = {}
         for precision in self.precisions:
-            model = setting.model().to(DTYPES[precision])
+            model = setting.model().to(DTYPES[precision]).eval()
             writers |= {(precision, name): writer for name, writer in self.writers(model, setting).items()}
         progress.expect((self.repeats + 1) * (len(writers) + 1))
         with torch.no_grad():
