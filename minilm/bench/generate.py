@@ -201,7 +201,6 @@ class GenerateBench(Bench):
             ax.axvline(limits[precision], color=COLORS[0], linewidth=1)
             ax.annotate("memory's limit, one text", (limits[precision], 1.01), xycoords=("data", "axes fraction"),
                         color=COLORS[0], fontsize=8, ha="center")  # fmt: skip
-            ax.set_xscale("log")
             ax.set_xlabel(f"{precision}, tokens a second", color=INK)
             ax.margins(x=0.2)
             ax.invert_yaxis()
