@@ -59,9 +59,10 @@ class CompiledStep:
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """(B, 1) -> logits (B, 1, V)"""
         frame = cache.advance(tokens, self.model.position)
-        pairs = self._pairs(tokens, frame, cache)
-        if pairs is None:
+        grown = self._grown(tokens, frame, cache)
+        if grown is None:
             return self.model.read(tokens, frame, cache.stores)
+        pairs = [(keys.data, values.data) for keys, values in grown]
         if cache is not self._cache:
             self._cache, self._calls, self._again = cache, [], None
         inputs = tokens, frame.q_pos, frame.k_pos
@@ -73,8 +74,10 @@ class CompiledStep:
             self._again = repeated(self._calls, inputs, logits)
         else:  # a captured graph reads all slots, and the mask hides those to come
             slots = torch.arange(pairs[0][0].shape[-2], device=tokens.device)
+            for series in (series for pair in pairs for series in pair):  # written in place, where they are
+                torch._dynamo.mark_static_address(series, guard=False)
             logits = self._step(tokens, frame.q_pos, slots, pairs).clone()
-        for keys, values in ((store.keys, store.values) for store in cache.stores):
+        for keys, values in grown:
             keys.skip(1)
             values.skip(1)
         return logits
@@ -89,16 +92,18 @@ class CompiledStep:
 
         return run
 
-    def _pairs(self, tokens: Tensor, frame: Frame, cache: KVCache) -> list[Pair] | None:
-        """The layers' whole keys and values, (B, G, capacity, D) each; None where a step is not to be compiled."""
+    def _grown(self, tokens: Tensor, frame: Frame, cache: KVCache) -> list[tuple[Growing, Growing]] | None:
+        """The layers' keys and values; None where a step is not to be compiled."""
         if not (frame.uniform and frame.newest) or (self.on_cpu and len(tokens) > 1):
             return None
-        pairs = []
+        grown = []
         for store in cache.stores:
-            if not (isinstance(store, KeyValues) and isinstance(store.keys, Growing)):
+            if not isinstance(store, KeyValues):
                 return None
-            pairs.append((store.keys.data, store.values.data))
-        return pairs
+            if not (isinstance(store.keys, Growing) and isinstance(store.values, Growing)):
+                return None
+            grown.append((store.keys, store.values))
+        return grown
 
     @staticmethod
     def _mark(k_pos: Tensor, pairs: list[Pair]) -> None:

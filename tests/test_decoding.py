@@ -188,6 +188,16 @@ def test_greedy_tokens_are_the_same_also_past_the_context(dtype, monkeypatch):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_as_a_captured_graph_reads_all_slots_the_tokens_are_the_same(name):
+    """What CUDA captures, without capturing it: all slots of the cache, for any number of texts that stand alike."""
+    model = MODELS[name](torch.float64)
+    step = CompiledStep(model, False)
+    step.on_cpu = False
+    prompts = ((1, 2, 3), (4, 5, 6))
+    assert tokens(model, 3 * T, prompts, step=step) == tokens(model, 3 * T, prompts, cache=False)
+
+
 def test_without_a_compiler_it_says_so_and_writes_the_same(monkeypatch):
     def none():
         raise RuntimeError("no g++")

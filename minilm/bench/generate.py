@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minilm.bench.base import Bench, Claim, Report, Table
 from minilm.bench.measure import Progress, seconds_of
@@ -165,14 +165,14 @@ class GenerateBench(Bench):
         cost = setting.cost
         return sum(cost.matrices().values()) + cost.model.vocab_size * cost.model.n_embd
 
-    def table(self, rows: dict[str, dict[str, float]], limits: dict[str, float]) -> Table:
+    def table(self, rows: dict[Precision, dict[str, float]], limits: dict[Precision, float]) -> Table:
         names = list(rows[self.precisions[0]])
         shown = [
             [p, *(f"{rows[p][name]:,.4g}" for name in names), f"{limits[p]:,.4g}"] for p in self.precisions
         ]
         return Table("Tokens a second", ["", *names, "memory's limit"], shown)
 
-    def claims(self, precision: str, rates: dict[str, float], limit: float) -> list[Claim]:
+    def claims(self, precision: Precision, rates: dict[str, float], limit: float) -> list[Claim]:
         ours, claims = rates["compiled"], []
 
         def claim(text: str, least: float | None, found: float | None) -> None:
@@ -185,14 +185,16 @@ class GenerateBench(Bench):
             return ours / rates[name] if name in rates else None
 
         many = rates.get(f"{self.batch} texts")
-        claim("compiled over transformers", self.over_peer[precision], over("transformers"))  # type: ignore[index]
-        claim("compiled, share of memory's limit", self.of_memory[precision], ours / limit)  # type: ignore[index]
+        claim("compiled over transformers", self.over_peer[precision], over("transformers"))
+        claim("compiled, share of memory's limit", self.of_memory[precision], ours / limit)
         claim("compiled over uncached", self.over_uncached, over("uncached"))
         claim(f"{self.batch} texts over one", self.over_single, many and many / ours)
         claim("compiled, tokens a second", self.tokens_per_second, ours)
         return claims
 
-    def draw(self, rows: dict[str, dict[str, float]], limits: dict[str, float], figure: Any) -> None:
+    def draw(
+        self, rows: dict[Precision, dict[str, float]], limits: dict[Precision, float], figure: Any
+    ) -> None:
         axes = figure.subplots(1, len(self.precisions), squeeze=False)[0]
         for ax, precision in zip(axes, self.precisions, strict=True):
             names, rates = list(rows[precision]), list(rows[precision].values())
@@ -226,11 +228,12 @@ def transformers_writer(model: GPT, prompt: Tensor) -> Writer:
         bos_token_id=None,
         eos_token_id=None,
     )
-    peer: nn.Module = GPT2LMHeadModel(shape).to(weight.device, weight.dtype).eval()
+    peer: Any = GPT2LMHeadModel(shape)
+    peer.to(weight.device, weight.dtype).eval()
     everything = torch.ones_like(prompt)
 
     def write(n: int) -> object:
         options = GenerationConfig(max_new_tokens=n, do_sample=False, use_cache=True, pad_token_id=0)
-        return peer.generate(prompt, attention_mask=everything, generation_config=options)  # type: ignore[operator]
+        return peer.generate(prompt, attention_mask=everything, generation_config=options)
 
     return write
