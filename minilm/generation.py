@@ -9,12 +9,13 @@ again. The cache and the plain way follow the same rule, and so does every row o
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from minilm.attention.cache import KVCache
 from minilm.errors import ConfigError
 from minilm.model import GPT
 from minilm.runtime import inference
@@ -40,6 +41,7 @@ class Generator:
 
     cache: keep keys and values, else read the context anew at each step. overflow: 'slide' past block_size, or
     'error' to refuse what would not fit. keep: the share of a full context that is kept when it slides.
+    step: reads one more token of each row behind the cache, (B, 1) -> (B, 1, V); a `CompiledStep`, or the model.
     """
 
     model: GPT
@@ -47,6 +49,7 @@ class Generator:
     cache: bool = True
     overflow: str = "slide"
     keep: float = 0.5
+    step: Callable[[Tensor, KVCache], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.overflow not in ("slide", "error"):
@@ -75,14 +78,13 @@ class Generator:
         # what the model reads: the newest of each row that fits
         contexts = [row if self.model.rolls else row[-size:] for row in rows]
         device = next(self.model.parameters()).device
-        cache = None
+        step, cache, latest = self.step or self.model, None, None
         for i in range(max_new_tokens):
             started = time.perf_counter()
             with inference(self.model):
                 slid = [self._slide(context) for context in contexts]
-                if self.cache and cache is not None and not any(slid):
-                    latest = torch.tensor([context[-1:] for context in contexts], device=device)
-                    logits = self.model(latest, cache)[:, -1]
+                if cache is not None and latest is not None and not any(slid):
+                    logits = step(latest.unsqueeze(1).to(device), cache)[:, -1]
                 else:
                     if self.cache:
                         room = max(map(len, contexts)) + max_new_tokens - i - 1
@@ -90,7 +92,7 @@ class Generator:
                     logits = self._read(contexts, cache, device)
             logits = logits.float().cpu()
             seen = _pad(rows, -1) if self.sampler.repetition_penalty != 1 else None
-            chosen = self.sampler(logits, seen, rng)
+            latest = chosen = self.sampler(logits, seen, rng)
             for row, context, token in zip(rows, contexts, chosen.tolist(), strict=True):
                 row.append(token)
                 if context is not row:

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, C model width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minilm.attention.cache import KVCache
+from minilm.attention.cache import KVCache, Store
 from minilm.attention.frame import Frame
 from minilm.attention.layer import Attention, MultiHeadAttention, check_dropout, check_heads
 from minilm.attention.masks import Mask
@@ -153,14 +153,24 @@ class GPT(nn.Module):
             frame = Frame(pos, position=self.position)
         else:
             frame = Frame.of(tokens, self.position)
-        x = self.embedding(self._with_past(tokens, cache, pos))
-        x = self.dropout(self.position.embed(x, frame.q_pos))
-        stores = cache.stores if cache is not None else [None] * len(self.blocks)
-        for block, store in zip(self.blocks, stores, strict=True):
+        stores = None if cache is None else cache.stores
+        return self.read(self.with_past(tokens, cache, pos), frame, stores, keep=keep)
+
+    def read(
+        self,
+        tokens: Tensor,
+        frame: Frame,
+        stores: Sequence[Store | None] | None = None,
+        *,
+        keep: int | None = None,
+    ) -> Tensor:
+        """The forward pass itself, of tokens (B, past + T) of which the last T stand as `frame` says."""
+        x = self.dropout(self.position.embed(self.embedding(tokens), frame.q_pos))
+        for block, store in zip(self.blocks, stores or [None] * len(self.blocks), strict=True):
             x = block(x, frame, store)
         return self.head(self.norm(x if keep is None else x[:, -keep:]))
 
-    def _with_past(self, tokens: Tensor, cache: KVCache | None, pos: Tensor | None) -> Tensor:
+    def with_past(self, tokens: Tensor, cache: KVCache | None = None, pos: Tensor | None = None) -> Tensor:
         """(B, T) -> (B, past + T): with the tokens before them that the embedding looks at, −1 where there are none."""
         past = self.embedding.past
         if past == 0:

@@ -13,6 +13,7 @@ from torch import nn
 from minilm.errors import ConfigError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -78,13 +79,13 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
     torch.manual_seed(int(mixed) & 0x7FFF_FFFF_FFFF_FFFF)
 
 
-def compile_model(model: nn.Module, mode: bool | str) -> Callable[..., Any]:
-    """torch.compile with a fall-back: where no compiler works, one warning, and the plain model.
+def compile_model(function: Callable[..., Any], mode: bool | str, **how: Any) -> Callable[..., Any]:
+    """torch.compile of a function or model, with a fall-back: where no compiler works, one warning, and it as it is.
 
-    mode: false, true, or 'strict', which raises instead of falling back.
+    mode: false, true, or 'strict', which raises instead of falling back. how: passed on to torch.compile.
     """
     if mode is False:
-        return model
+        return function
     if mode not in (True, "strict"):
         raise ConfigError(f"compile={mode}: expected true, false or strict")
     print(f"compile={str(mode).lower()}: the first step compiles, which may take a minute", file=sys.stderr)
@@ -95,8 +96,8 @@ def compile_model(model: nn.Module, mode: bool | str) -> Callable[..., Any]:
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"compile=true: no compiler works, going on without it ({reason})", stacklevel=2)
-            return model
-    return torch.compile(model)
+            return function
+    return torch.compile(function, **how)
 
 
 def _probe_compiler() -> None:
@@ -109,9 +110,11 @@ def _probe_compiler() -> None:
 def inference(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; the model is left in the mode it was in."""
     was_training = model.training
-    model.eval()
+    if was_training:  # to set it visits every module, which takes as long as a step of a small model
+        model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()

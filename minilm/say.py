@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from minilm.build import check, restore
 from minilm.data import normalise_newlines, read_text
+from minilm.decoding import CompiledStep
 from minilm.errors import ConfigError
 from minilm.generation import Generator, Speed, encode_prompt
-from minilm.runtime import check_seed, resolve_device, set_threads
+from minilm.runtime import DTYPES, check_seed, resolve_device, set_threads
 from minilm.sampling import Sampler
 from minilm.streaming import write
 
@@ -37,7 +38,9 @@ class GenerateConfig:
     overflow: str
     keep: float
     device: str
+    precision: Literal["fp32", "bf16"]
     threads: int | None
+    compile: bool | str
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -60,7 +63,15 @@ def say(config: dict[str, Any]) -> None:
     device = resolve_device(options.device)
     prompts = read_prompts(options)
     model, tokenizer, saved = restore(options.checkpoint, device)
-    generator = Generator(model, sampler, cache=options.cache, overflow=options.overflow, keep=options.keep)
+    model.to(DTYPES[options.precision])  # weights are held so, not cast at each step
+    generator = Generator(
+        model,
+        sampler,
+        cache=options.cache,
+        overflow=options.overflow,
+        keep=options.keep,
+        step=CompiledStep(model, options.compile) if options.compile else None,
+    )
     for prompt in prompts:
         encode_prompt(tokenizer, prompt)  # an unknown character is refused before anything is printed
     rows = [prompt for prompt in prompts for _ in range(options.samples)]

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from minilm.attention import Causal, attend
+from minilm.bench import generate
 from minilm.bench.base import Table
 from minilm.bench.measure import fit_exponent, fit_growth, median_seconds, peak_bytes
 from minilm.bench.report import print_table, show_bytes, show_number, show_seconds
@@ -166,6 +167,30 @@ def test_decode_bench(tmp_path):
     assert last["uncached_seconds"] > 0
 
 
+GENERATE = [
+    *("bench=generate", "vocab_size=50", "bench.prompt=4", "bench.new_tokens=6", "bench.repeats=1"),
+    *("bench.precisions=[fp32]", "bench.over_peer=[0.001]", "bench.of_memory=[null]", "bench.uncached=true"),
+]
+
+
+def test_generate_bench(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "CompiledStep", lambda model, mode: model)
+    monkeypatch.setattr(generate, "READ_BYTES", 1 << 12)
+    found = bench(tmp_path, *GENERATE, "bench.batch=3", "bench.over_single=1e9")
+    names = ["compiled", "plain", "3 texts", "uncached", "transformers"]
+    assert [row["name"] for row in found["rows"]] == names
+    assert all(row["tokens_per_second"] > 0 for row in found["rows"])
+    assert [claim["holds"] for claim in found["claims"]] == [True, False]
+    weights = 12 * 32 * 32 + 50 * 32  # the numbers in one layer's matrices, and in the head
+    assert found["limits"]["fp32"] * 4 * weights == pytest.approx(found["gigabytes_per_second"] * 1e9)
+
+
+def test_without_transformers_the_generate_bench_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[bench\]', or bench.peer=false"):
+        bench(tmp_path, *GENERATE)
+
+
 @pytest.mark.parametrize("words", [["attention=linear"], ["mask=sliding", "mask.window=16"]])
 def test_decoding_on_and_on_needs_no_more_memory(tmp_path, words):
     found = bench(
@@ -215,6 +240,9 @@ def test_start_bench(tmp_path):
         ),
         (["bench=decode", "bench.contexts=[16]"], "two or more"),
         (["bench=decode", "vocab_size=0"], "vocab_size=0: a positive"),
+        ([*GENERATE, "bench.over_peer=[1,2]"], "one for each of bench.precisions"),
+        ([*GENERATE, "bench.new_tokens=1000"], "exceed model.block_size=64"),
+        ([*GENERATE, "bench.batch=1"], "bench.batch=1: 2 texts or more"),
     ],
 )
 def test_mistakes_are_told_before_measuring(tmp_path, words, told):

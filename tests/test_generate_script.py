@@ -47,6 +47,19 @@ def test_one_seed_is_one_text_however_it_is_made(generate, tmp_path_factory):
     assert generate(f"prompt={PROMPT}", "seed=2") != text
 
 
+def test_bfloat16_is_a_key(generate):
+    assert len(generate("prompt=The ", "precision=bf16")) == len(generate("prompt=The "))
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_said_once_and_the_text_is_the_same(tiny_run, tmp_path):
+    words = (f"checkpoint={tiny_run[0]}", "device=cpu", "max_new_tokens=30", "temperature=0", "prompt=The ")
+    none = {"CXX": "/nowhere/g++", "PATH": "/nowhere"}
+    uncompiled = script_as_typed("generate", *words, "compile=true", cwd=tmp_path, **none)
+    assert uncompiled.out == script_as_typed("generate", *words, cwd=tmp_path).out
+    assert uncompiled.err.count("compile=true: no compiler works, going on without it") == 1
+
+
 def test_several_prompts_and_samples(generate):
     texts = generate('prompt=["The ","An assignment"]', "samples=2").removesuffix("\n").split("\n---\n")
     assert len(texts) == 4

@@ -19,7 +19,7 @@ LEVELS = [
     "attention.linear attention.diagnostics embedding",
     "attention",
     "model",
-    "cost evaluation generation",
+    "cost decoding evaluation generation",
     "training",
     "build",
 ]

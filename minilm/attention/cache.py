@@ -43,6 +43,10 @@ class Growing:
         self.length = end
         return self.data[..., :end, :]
 
+    def skip(self, n: int) -> None:
+        """Counts n entries that were written past it, by a `Slot`."""
+        self.length += n
+
 
 class Rolling:
     """A ring of the last `window` entries along dimension −2: memory stops growing there."""
@@ -65,11 +69,31 @@ class Rolling:
         return self.data[..., : min(self.length, window), :] if seen is None else seen
 
 
-class KeyValues:
-    """A layer's keys and values (B, G, slots, D), growing to `capacity` or rolling over the last `window`."""
+class Slot:
+    """One slot to fill of a series that holds `end` with it. Where it is, is a tensor: no step's own, so that one
+    compiled step serves them all.
 
-    def __init__(
-        self,
+    data (…, capacity, D), at (1,).
+    """
+
+    def __init__(self, data: Tensor, at: Tensor, end: int) -> None:
+        self.data, self.at, self.end = data, at, end
+
+    def append(self, x: Tensor) -> Tensor:
+        """(…, 1, D) -> (…, end, D)"""
+        self.data.index_copy_(-2, self.at, x.to(self.data.dtype))
+        return self.data[..., : self.end, :]
+
+
+class KeyValues:
+    """A layer's keys and values, a series (B, G, slots, D) each."""
+
+    def __init__(self, keys: Growing | Rolling | Slot, values: Growing | Rolling | Slot) -> None:
+        self.keys, self.values = keys, values
+
+    @classmethod
+    def empty(
+        cls,
         batch: int,
         n_kv_head: int,
         head_dim: int,
@@ -77,9 +101,10 @@ class KeyValues:
         capacity: int | None,
         window: int | None,
         like: Tensor,
-    ) -> None:
+    ) -> "KeyValues":
+        """Growing to `capacity`, or rolling over the last `window`."""
         shape = like.new_empty(batch, n_kv_head, 0, head_dim)
-        self.keys, self.values = (series(shape, capacity, window) for _ in range(2))
+        return cls(series(shape, capacity, window), series(shape, capacity, window))
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.keys.append(k), self.values.append(v)

@@ -139,7 +139,7 @@ class MultiHeadAttention(Attention):
 
     def new_store(self, batch: int, capacity: int | None) -> KeyValues:
         """An empty cache of this layer for `capacity` tokens; None is endless, for masks with a reach."""
-        return KeyValues(
+        return KeyValues.empty(
             batch,
             self.n_kv_head,
             self.head_dim,

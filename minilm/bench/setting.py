@@ -12,7 +12,7 @@ from minilm.build import build_model
 from minilm.cost import Cost
 from minilm.errors import ConfigError
 from minilm.model import GPT
-from minilm.runtime import resolve_device, resolve_precision, set_threads
+from minilm.runtime import DTYPES, resolve_device, resolve_precision, set_threads
 
 #: what the published encodings hold; other tokenizers know their size, or learn it from the text
 VOCABULARIES = {"gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return DTYPES[self.precision]
 
     @cached_property
     def cost(self) -> Cost:

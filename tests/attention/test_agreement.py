@@ -30,6 +30,7 @@ from minilm.attention.frame import Frame
 from minilm.attention.kernels import Reference
 from minilm.attention.layer import MultiHeadAttention
 from minilm.build import build_model
+from minilm.decoding import CompiledStep
 from minilm.errors import ConfigError
 from minilm.generation import Generator
 from minilm.sampling import Sampler
@@ -216,12 +217,18 @@ def check_prompts(config, model, prompts, cuts):
     check(torch.cat(pieces, dim=1))
 
 
-def generate(model, prompts, *, cache):
+def generate(model, prompts, *, cache, step=None):
     """Greedy tokens (steps, B), the logits they came from (steps, B, V), and the refusal that ended it, if any."""
     logits, tokens, refused = [], [], None
     hook = model.register_forward_hook(lambda module, args, out: logits.append(out[:, -1]))
+
+    def watched(latest, kept):
+        logits.append((out := step(latest, kept))[:, -1])
+        return out
+
+    options = {"cache": cache, "step": watched if step else None}
     try:
-        tokens.extend(Generator(model, Sampler(temperature=0), cache=cache).tokens(prompts, NEW))
+        tokens.extend(Generator(model, Sampler(temperature=0), **options).tokens(prompts, NEW))
     except ConfigError as error:
         refused = str(error)
     finally:
@@ -255,7 +262,14 @@ def check_generation(config, model, prompts):
                 close(logits[step][b], one)
                 assert tokens[step][b] == one.float().argmax()
 
-    cached, cached_logits, refused = generate(model, prompts, cache=True)
+    for step in (None, CompiledStep(model, False)):  # what is compiled of a step, without the compiler
+        check_cached(config, model, prompts, step, (read, tokens, logits))
+
+
+def check_cached(config, model, prompts, step, uncached):
+    """Generation with a cache, against that without."""
+    (read, tokens, logits), ahead = uncached, lookahead(config)
+    cached, cached_logits, refused = generate(model, prompts, cache=True, step=step)
     anew = [step for step, (_, cut) in enumerate(read) if step == 0 or any(cut)]
     stop = next((step for step in anew if min(map(len, read[step][0])) < ahead), None)
     assert (refused is None) == (stop is None)

@@ -1,0 +1,193 @@
+"""A step of decoding, compiled: the model's own forward, at the speed at which memory can be read.
+
+One token for one text multiplies each weight once, so a step cannot be faster than reading all weights. Two things
+keep it from that: a matrix library made for more rows, and Python between hundreds of small operations. So the
+forward is traced once, each product of a single row is written as the sum that it is, and the compiler makes loops
+of it all.
+
+Compiled are steps behind caches that grow, of texts that stand alike: on a CPU one text (the products of several are
+the matrix library's own business), on CUDA any number, as a captured graph. Every other step goes the plain way.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minilm.attention.cache import Growing, KeyValues, KVCache, Slot
+from minilm.attention.frame import Frame
+from minilm.attention.positions import at_least_float32
+from minilm.model import GPT
+from minilm.runtime import compile_model
+
+Pair = tuple[Tensor, Tensor]
+Inputs = tuple[
+    Tensor, Tensor, Tensor
+]  # tokens (B, past + 1), their position (1,), positions of the keys (m,)
+
+STREAMS = 8  # a core that reads so many rows at a time waits less for memory than one that reads a single one
+LARGE = 1 << 18  # numbers in a matrix, from which on it is read in streams
+NARROW = 512  # width of the keys below which calling SDPA costs more than its arithmetic
+# what the compiler is spared: checks of the arguments, which are the same at every step
+OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
+
+
+class Call(NamedTuple):
+    """Of a compiled graph: what it was given and what it gave."""
+
+    graph: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    out: Any
+
+
+class CompiledStep:
+    """model(tokens, cache) for (B, 1) tokens, compiled where it can be; the same numbers up to rounding.
+
+    mode: as `compile_model` has it. The first step takes as long as compiling does: seconds to a minute.
+    """
+
+    def __init__(self, model: GPT, mode: bool | str = True) -> None:
+        self.model = model
+        self.on_cpu = next(model.parameters()).device.type == "cpu"
+        how: dict[str, Any] = {"backend": self._backend} if self.on_cpu else {"mode": "reduce-overhead"}
+        self._step = compile_model(self._forward, mode, **how)
+        self._cache: KVCache | None = None  # that of the last step
+        self._calls: list[Call] = []  # of the graph, behind that cache
+        self._again: Callable[[Inputs], Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """(B, 1) -> logits (B, 1, V)"""
+        frame = cache.advance(tokens, self.model.position)
+        tokens = self.model.with_past(tokens, cache)
+        grown = self._grown(tokens, frame, cache)
+        if grown is None:
+            return self.model.read(tokens, frame, cache.stores)
+        pairs = [(keys.data, values.data) for keys, values in grown]
+        if cache is not self._cache:
+            self._cache, self._calls, self._again = cache, [], None
+        inputs = tokens, frame.q_pos, frame.k_pos
+        if self._again is not None:
+            logits = self._again(inputs)
+        elif self.on_cpu:
+            self._mark(frame.k_pos, pairs)
+            logits = self._step(*inputs, pairs)
+            self._again = repeated(self._calls, inputs, logits)
+        else:  # a captured graph reads all slots, and the mask hides those to come
+            slots = torch.arange(pairs[0][0].shape[-2], device=tokens.device)
+            for series in (series for pair in pairs for series in pair):  # written in place, where they are
+                torch._dynamo.mark_static_address(series, guard=False)
+            logits = self._step(tokens, frame.q_pos, slots, pairs).clone()
+        for keys, values in grown:
+            keys.skip(1)
+            values.skip(1)
+        return logits
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled = by_sums(graph, inputs)
+
+        def run(*arguments: Any) -> Any:
+            out = compiled(*arguments)
+            self._calls.append(Call(compiled, arguments, out))
+            return out
+
+        return run
+
+    def _grown(self, tokens: Tensor, frame: Frame, cache: KVCache) -> list[tuple[Growing, Growing]] | None:
+        """The layers' keys and values; None where a step is not to be compiled."""
+        if not (frame.uniform and frame.newest) or (self.on_cpu and len(tokens) > 1):
+            return None
+        grown = []
+        for store in cache.stores:
+            if not isinstance(store, KeyValues):
+                return None
+            if not (isinstance(store.keys, Growing) and isinstance(store.values, Growing)):
+                return None
+            grown.append((store.keys, store.values))
+        return grown
+
+    @staticmethod
+    def _mark(k_pos: Tensor, pairs: list[Pair]) -> None:
+        """One graph for caches of any capacity, however full."""
+        torch._dynamo.mark_dynamic(k_pos, 0)
+        for series in (series for pair in pairs for series in pair):
+            torch._dynamo.mark_dynamic(series, 2)
+
+    def _forward(self, tokens: Tensor, at: Tensor, k_pos: Tensor, pairs: Sequence[Pair]) -> Tensor:
+        """tokens: (B, past + 1). at: (1,), the position of the token, which is its slot as well."""
+        frame = Frame(at, k_pos, self.model.position, newest=self.on_cpu)
+        end = k_pos.shape[0]
+        stores = [KeyValues(Slot(keys, at, end), Slot(values, at, end)) for keys, values in pairs]
+        return self.model.read(tokens, frame, stores)
+
+
+def repeated(calls: list[Call], inputs: Inputs, logits: Tensor) -> Callable[[Inputs], Tensor] | None:
+    """The third step behind a cache, and all that follow, once two have shown what changes from one to the next.
+
+    torch.compile asks at each call whether its graph still fits, which takes longer than a small model's step does.
+    Behind one cache only the inputs and the number of slots change: the graph is called with those new, and all else
+    as it was. inputs, logits: of the second step. None where the calls do not show just that.
+    """
+    if len(calls) != 2 or calls[0].graph is not calls[1].graph:
+        return None
+    (_, before, _), (graph, now, out) = calls
+    arguments = list(now)
+    changed = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a is not b]
+    tensors = {i: j for i in changed for j, tensor in enumerate(inputs) if now[i] is tensor}
+    counts = [i for i in changed if isinstance(now[i], int) and now[i] == len(inputs[-1])]
+    if len(out) != 1 or out[0] is not logits or sorted([*tensors, *counts]) != changed:
+        return None
+
+    def again(inputs: Inputs) -> Tensor:
+        for i, j in tensors.items():
+            arguments[i] = inputs[j]
+        for i in counts:
+            arguments[i] = len(inputs[-1])
+        return graph(*arguments)[0]
+
+    return again
+
+
+def by_sums(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile: inductor, given each product of one row as a sum."""
+    for node in graph.graph.nodes:
+        if node.target is F.linear:
+            node.target = linear_by_sums
+        elif node.target is F.scaled_dot_product_attention:
+            node.target = attention_by_sums
+    graph.recompile()
+    return torch._inductor.compile(graph, inputs, options=OPTIONS)
+
+
+def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, where x has a single row as sums over it, of several rows of the weight at a time."""
+    if x.numel() != x.shape[-1]:
+        return F.linear(x, weight, bias)
+    dtype = at_least_float32(x.dtype)
+    row, n = made(x.flatten().to(dtype)), len(weight) // STREAMS
+    streams = [n] * STREAMS + [len(weight) % STREAMS] if weight.numel() >= LARGE else [len(weight)]
+    parts = [(row * part.to(dtype)).sum(dim=-1) for part in weight.split([rows for rows in streams if rows])]
+    y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return made(y.to(x.dtype).view(*x.shape[:-1], -1))
+
+
+def attention_by_sums(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scale: float, **options: Any
+) -> Tensor:
+    """scaled_dot_product_attention of one query (B, H, 1, D) over keys that it may all read (B, G, m, D)."""
+    if attn_mask is not None or k.shape[1] * k.shape[-1] > NARROW or options.get("is_causal"):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, **options)
+    dtype = at_least_float32(q.dtype)
+    query = q.to(dtype).unflatten(1, (k.shape[1], -1)) * scale  # (B, G, H / G, 1, D)
+    k, v = k.to(dtype).unsqueeze(2), v.to(dtype).unsqueeze(2)  # (B, G, 1, m, D)
+    weights = (query * k).sum(dim=-1).softmax(dim=-1)
+    return (weights.unsqueeze(-1) * v).sum(dim=-2, keepdim=True).flatten(1, 2).to(q.dtype)
+
+
+def made(x: Tensor) -> Tensor:
+    """x, computed once and kept: the compiler would else compute it anew for each row of a matrix that reads it."""
+    return x.as_strided(x.shape, x.stride())
