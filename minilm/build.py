@@ -135,24 +135,37 @@ def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
     return GPT(shape, embedding=embedding, position=position, attention=attention)
 
 
+def outline(saved: Checkpoint, tokenizer: Tokenizer) -> GPT:
+    """The model of a checkpoint without its numbers, on the meta device. ConfigError where the weights do not fit."""
+    try:
+        with torch.device("meta"):
+            model = build_model(saved.config, tokenizer.vocab_size)
+    except KeyError as error:
+        raise ConfigError(f"{saved.path}: config.yaml has no section {error}") from None
+    check_weights(model, saved)
+    return model
+
+
 def restore(path: str | Path, device: torch.device) -> tuple[GPT, Tokenizer, Checkpoint]:
     """The model of a checkpoint or run folder, ready to use on `device`, and its tokenizer."""
     saved = checkpoints.load(path, state=False)
     tokenizer = tokenizers.from_dict(saved.tokenizer)
-    try:
-        model = build_model(saved.config, tokenizer.vocab_size)
-    except KeyError as error:
-        raise ConfigError(f"{saved.path}: config.yaml has no section {error}") from None
-    load_weights(model, saved)
-    return model.to(device).eval(), tokenizer, saved
+    model = outline(saved, tokenizer)
+    model.load_state_dict(saved.weights, assign=True)  # no second copy in memory
+    model.tie()
+    return model.float().to(device).eval(), tokenizer, saved
 
 
 def load_weights(model: GPT, saved: Checkpoint) -> None:
     """Every weight of the checkpoint into the model, and none left over on either side; else a ConfigError."""
+    check_weights(model, saved)
+    model.load_state_dict(saved.weights)
+
+
+def check_weights(model: GPT, saved: Checkpoint) -> None:
     expected = model.state_dict()
     off = sorted(set(expected) ^ set(saved.weights)) or [
         name for name, weight in expected.items() if weight.shape != saved.weights[name].shape
     ]
     if off:
         raise ConfigError(f"{saved.path}: the weights do not fit the configuration, first at {off[0]}")
-    model.load_state_dict(saved.weights)

@@ -72,7 +72,7 @@ def save(
     check_plain(config, "config")
     check_plain(tokenizer, "tokenizer")
     tensors, tied = untie(clean_keys(weights))
-    about = {"format": "pt", "step": str(step), "tied": json.dumps(tied)}
+    about = weights_header(step, tied)
     contents: dict[str, files.Content] = {
         WEIGHTS: lambda file: file.write(safetensors.torch.save(tensors, about)),
         CONFIG: yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
@@ -87,11 +87,7 @@ def save(
     try:
         settle(folder)
         new.mkdir()
-        sums = {}
-        for name, content in contents.items():
-            files.write_synced(new / name, content)
-            sums[name] = {"size": (new / name).stat().st_size, "sha256": files.sha256_of(new / name)}
-        files.write_synced(new / SUMS, json.dumps(sums, indent=1))
+        write_parts(new, contents)
         files.sync(new)
         if final.exists():
             point(folder / "last", new)  # from here on the new one counts,
@@ -108,6 +104,20 @@ def save(
         settle(folder)
         raise
     return final
+
+
+def weights_header(step: int, tied: Mapping[str, str]) -> dict[str, str]:
+    """What the header of model.safetensors says besides the tensors. tied: a name left out -> the name it shares."""
+    return {"format": "pt", "step": str(step), "tied": json.dumps(dict(tied))}
+
+
+def write_parts(folder: Path, contents: Mapping[str, files.Content]) -> None:
+    """Write the files of a checkpoint into a folder, and their checksums."""
+    sums = {}
+    for name, content in contents.items():
+        files.write_synced(folder / name, content)
+        sums[name] = {"size": (folder / name).stat().st_size, "sha256": files.sha256_of(folder / name)}
+    files.write_synced(folder / SUMS, json.dumps(sums, indent=1))
 
 
 def clean_keys(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -293,6 +303,8 @@ def damage(folder: Path, names: Iterable[str]) -> str | None:
     """What is wrong with the files of a checkpoint, or None."""
     try:
         sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+        if absent := [name for name in names if name not in sums]:
+            return f"{absent[0]} is missing"
         wanted = {name: (sums[name]["size"], sums[name]["sha256"]) for name in names}
     except FileNotFoundError:
         return f"{SUMS} is missing"

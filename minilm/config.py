@@ -149,6 +149,27 @@ def _command(name: str, config: DictConfig) -> Command:
     return Command(plain, said, Path(out_dir), "out_dir" not in said and not sweeping)
 
 
+def overlay(config: dict[str, Any], command: Command) -> dict[str, Any]:
+    """Another configuration with what was said on the command line."""
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for said in command.said:
+        section, _, key = said.partition(".")
+        if key and isinstance(merged.get(section), dict) and "." not in key:
+            merged[section][key] = command.config[section][key]
+        elif section in command.config:
+            merged[section] = command.config[section]
+    return merged
+
+
+def differences(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value in a, value in b) wherever two configurations differ below `key`."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for name in a.keys() | b.keys():
+            yield from differences(f"{key}.{name}", a.get(name), b.get(name))
+    elif a != b:
+        yield key, a, b
+
+
 def _declared(name: str, choices: dict[str, str | None] | None = None) -> DictConfig:
     """The configuration of these choices as its files declare it: without recipe and without overrides."""
     skipped = ("hydra", "recipe")

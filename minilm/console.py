@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self, TextIO
 
@@ -103,6 +105,19 @@ def live_bar(stream: TextIO) -> Any:
     return Progress(
         TextColumn("step"), MofNCompleteColumn(), BarColumn(), *columns, console=terminal, auto_refresh=False
     )
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows on standard error, where that is a terminal, how much of some work is done: the block calls it with
+    (done, total)."""
+    from rich.console import Console as Terminal
+    from rich.progress import Progress
+
+    terminal = Terminal(stderr=True)
+    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def short(number: float) -> str:

@@ -77,12 +77,10 @@ class Cost:
 
     @property
     def mlp(self) -> MLP:
-        width = self.model.n_embd
+        hidden, gated = self.model.mlp_hidden, self.model.mlp == "swiglu"
         if self.model.mlp == "none":
             return MLP(matrices=0, hidden=0, kept=0)
-        if self.model.mlp == "swiglu":
-            return MLP(matrices=3, hidden=-(-8 * width // 3 // 8) * 8, kept=4)
-        return MLP(matrices=2, hidden=4 * width, kept=2)
+        return MLP(matrices=3, hidden=hidden, kept=4) if gated else MLP(matrices=2, hidden=hidden, kept=2)
 
     def matrices(self) -> dict[str, int]:
         """Numbers in the matrices inside the blocks, by part."""

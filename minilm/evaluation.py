@@ -1,6 +1,6 @@
 """The loss of a whole text, in order: the same tokens for every model, whatever the batch size."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -18,22 +18,27 @@ def evaluate(
     *,
     block_size: int,
     batch_size: int,
+    stride: int | None = None,
     autocast: AbstractContextManager | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> float:
     """Mean nats per token of `tokens` (N,), each but the first predicted once.
 
-    The text is cut into windows of block_size, so a token sees what stands before it in its own window. Sums are
-    made in float64 and weighted by token, so the batch size does not matter. Draws no random number.
+    The text is cut into windows of block_size, so a token sees what stands before it in its own window; see `windows`
+    for `stride`. Sums are made in float64 and weighted by token, so the batch size does not matter. Draws no random
+    number. progress: called with the windows done and those there are.
     """
     device = next(model.parameters()).device
-    total, count = 0.0, 0
+    total, count, done = 0.0, 0, 0
     with inference(model), autocast or nullcontext():
-        for inputs, targets in windows(tokens, block_size, batch_size):
+        for inputs, targets in windows(tokens, block_size, batch_size, stride):
             logits = at_least_float32(model(inputs.to(device)))
             targets = model.hide_leaks(targets).to(device).flatten()
             losses = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1, reduction="none")
             total += losses.double().sum().item()
             count += int((targets >= 0).sum())
+            done += len(inputs)
+            progress(done, whole_windows(len(tokens), block_size, stride or block_size) + 1)
     return total / count
 
 
@@ -42,13 +47,33 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def windows(tokens: np.ndarray, block_size: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets (B, T) of consecutive windows; the last one may be shorter."""
-    whole = (len(tokens) - 1) // block_size * block_size
-    step = block_size * batch_size
-    for start in range(0, whole, step):
-        piece = torch.from_numpy(tokens[start : min(start + step, whole) + 1].astype(np.int64))
-        yield piece[:-1].view(-1, block_size), piece[1:].view(-1, block_size)
-    if whole < len(tokens) - 1:
-        rest = torch.from_numpy(tokens[whole:].astype(np.int64))
-        yield rest[None, :-1], rest[None, 1:]
+def windows(
+    tokens: np.ndarray, block_size: int, batch_size: int, stride: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets (B, T) of consecutive windows; the last one may be shorter.
+
+    Each begins `stride` tokens (None: block_size) after the one before. Where they overlap, the targets that stood in
+    the one before are -1, and what stood there is context: every token is a target once.
+    """
+    stride = stride or block_size
+    whole = whole_windows(len(tokens), block_size, stride)
+    again = block_size - stride  # targets of a window that stood in the one before
+    for first in range(0, whole, batch_size):
+        starts = np.arange(first, min(first + batch_size, whole)) * stride
+        rows = torch.from_numpy(tokens[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
+        targets = rows[:, 1:]
+        if again:
+            targets = targets.clone()
+            targets[1 if first == 0 else 0 :, :again] = -1
+        yield rows[:, :-1], targets
+    covered = (whole - 1) * stride + block_size if whole else 0
+    if covered < len(tokens) - 1:
+        rest = torch.from_numpy(tokens[whole * stride :].astype(np.int64))
+        targets = rest[1:].clone()
+        targets[: covered - whole * stride] = -1
+        yield rest[None, :-1], targets[None]
+
+
+def whole_windows(n: int, block_size: int, stride: int) -> int:
+    """How many windows with all their targets n tokens hold."""
+    return (n - 1 - block_size) // stride + 1 if n > block_size else 0

@@ -4,9 +4,13 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from minilm.errors import ConfigError
 
 Content = bytes | str | Callable[[BinaryIO], object]
 
@@ -26,6 +30,32 @@ def write_atomic(path: Path | str, data: Content) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path | str) -> Iterator[Path]:
+    """A folder to write into, which gets its name `path` when the block ends, and is gone if it fails.
+
+    ConfigError where `path` holds something already.
+    """
+    path = Path(path).expanduser()
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"out={path} is there already: name a new folder")
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"out={path}: cannot be made ({error.strerror})") from None
+    try:
+        yield temporary
+        sync(temporary)
+        if path.is_dir():
+            path.rmdir()  # it is empty, and not every system renames over it
+        os.rename(temporary, path)
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def write_synced(path: Path | str, data: Content) -> None:

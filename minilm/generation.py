@@ -176,8 +176,9 @@ class Generator:
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Token ids of a prompt, at least one: an empty prompt is the end-of-text token, or else a newline."""
-    if prompt:
-        return list(tokenizer.encode(prompt))
+    start = list(tokenizer.prompt_start)
+    if prompt or start:
+        return start + list(tokenizer.encode(prompt))
     if tokenizer.end_token is not None:
         return [tokenizer.end_token]
     try:

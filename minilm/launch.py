@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
 from minilm.build import build_model, check, construct, load_weights
 from minilm.checkpoint import Checkpoint
-from minilm.config import Command
+from minilm.config import Command, differences, overlay
 from minilm.data import ROOT, Corpus, prepare
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
+from minilm.finetune import start_from
 from minilm.optim import Optim, load_states
 from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
 from minilm.schedule import Schedule
@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "threads",
     "compile",
     "resume",
+    "init_from",
     "out_dir",
 )
 
@@ -53,10 +54,11 @@ class RunConfig:
     compile: bool | str
     out_dir: str
     resume: str | None
+    init_from: str | None
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for key in ("out_dir", "resume"):
+        for key in ("out_dir", "resume", "init_from"):
             if getattr(self, key) == "":
                 raise ConfigError(f"{key} is empty: expected the name of a folder")
 
@@ -64,8 +66,9 @@ class RunConfig:
 def train(command: Command) -> Trainer:
     """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
     _options(command.config)
+    started, source = start_from(command)  # the weights of another run, to begin with
     saved = _find_resumed(command)
-    settings = _merge(saved, command) if saved else command.config
+    settings = _merge(saved, command) if saved else started
     options = _options(settings)
     config = TrainConfig(**check(TrainConfig, settings["train"], "train"))
     schedule = construct(settings, "schedule", Schedule)
@@ -79,8 +82,8 @@ def train(command: Command) -> Trainer:
     corpus = construct(settings, "data", Corpus)
     text = corpus.read()
     tokenizer = (
-        tokenizers.from_dict(saved.tokenizer)
-        if saved
+        tokenizers.from_dict((saved or source).tokenizer)
+        if saved or source
         else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
     )
     torch.manual_seed(options.seed)
@@ -89,6 +92,8 @@ def train(command: Command) -> Trainer:
     data.check(model.config.block_size)
     sample_prompt(config.sample_prompt, tokenizer, data)  # refused now if it holds an unknown character
     optimizers, forward = optim.build(model), compile_model(model, options.compile)
+    if source:
+        load_weights(model, source)
     if saved:
         if saved.state["source"] != data.source:
             raise ConfigError("data: the text is not the one that the run to resume was trained on")
@@ -137,7 +142,13 @@ def _find_resumed(command: Command) -> Checkpoint | None:
     if resume is None:
         return None
     if resume != "auto":
-        return checkpoints.load(resume)
+        folder = checkpoints.find(resume)
+        if not (folder / checkpoints.STATE).exists():
+            raise ConfigError(
+                f"resume={resume}: {folder} has weights, and no {checkpoints.STATE} of a run to go on with; "
+                f"init_from={resume} begins another run with them"
+            )
+        return checkpoints.load(folder)
     if command.default_out_dir:
         raise ConfigError(
             "resume=auto looks for checkpoints in out_dir: name it, out_dir=…, or say resume=RUN_FOLDER"
@@ -151,32 +162,19 @@ def _find_resumed(command: Command) -> Checkpoint | None:
 
 def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
     """The saved run's configuration with what was said on this command line, if a resumed run may change it."""
-    merged = command.config if "recipe" in command.said else _overlay(saved.config, command)
+    merged = (
+        (command.config | {"init_from": saved.config.get("init_from")})
+        if "recipe" in command.said
+        else overlay(saved.config, command)
+    )
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section not in MAY_CHANGE:
-            key, old, new = next(_differences(section, then, now))
-            raise ConfigError(f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it")
+            for key, old, new in differences(section, then, now):
+                raise ConfigError(
+                    f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
+                )
     return merged
-
-
-def _overlay(config: dict[str, Any], command: Command) -> dict[str, Any]:
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
-    for said in command.said:
-        section, _, key = said.partition(".")
-        if key and isinstance(merged.get(section), dict) and "." not in key:
-            merged[section][key] = command.config[section][key]
-        elif section in command.config:
-            merged[section] = command.config[section]
-    return merged
-
-
-def _differences(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        for name in a.keys() | b.keys():
-            yield from _differences(f"{key}.{name}", a.get(name), b.get(name))
-    elif a != b:
-        yield key, a, b
 
 
 def _folder_of(saved: Checkpoint, command: Command) -> Path:

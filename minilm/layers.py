@@ -12,16 +12,30 @@ from torch import Tensor, nn
 from minilm.errors import ConfigError
 
 
-class GeluMLP(nn.Module):
-    """Widen four times, GELU, narrow (Hendrycks & Gimpel 2016; Radford et al. 2019)."""
+def mlp_width(name: str, n_embd: int) -> int:
+    """Channels inside a feed-forward layer, unless said otherwise: every kind costs about as much."""
+    if name == "swiglu":  # three matrices in place of two; a multiple of 8, for the hardware
+        return -(-8 * n_embd // 3 // 8) * 8
+    return 4 * n_embd
 
-    def __init__(self, n_embd: int, bias: bool) -> None:
+
+class GeluMLP(nn.Module):
+    """Widen (four times, as a rule), GELU, narrow (Hendrycks & Gimpel 2016; Radford et al. 2019)."""
+
+    def __init__(self, n_embd: int, width: int, bias: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(n_embd, 4 * n_embd, bias=bias)
-        self.out = nn.Linear(4 * n_embd, n_embd, bias=bias)
+        self.up = nn.Linear(n_embd, width, bias=bias)
+        self.out = nn.Linear(width, n_embd, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.gelu(self.up(x)))
+
+
+class GeluTanhMLP(GeluMLP):
+    """The same with GELU's tanh approximation, as in OpenAI's GPT-2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.up(x), approximate="tanh"))
 
 
 class ReluSquaredMLP(GeluMLP):
@@ -32,14 +46,13 @@ class ReluSquaredMLP(GeluMLP):
 
 
 class SwigluMLP(nn.Module):
-    """A gated layer, 8/3 as wide so that it costs what the others do (Shazeer 2020)."""
+    """A gated layer, 8/3 as wide as a rule (Shazeer 2020)."""
 
-    def __init__(self, n_embd: int, bias: bool) -> None:
+    def __init__(self, n_embd: int, width: int, bias: bool) -> None:
         super().__init__()
-        hidden = -(-8 * n_embd // 3 // 8) * 8  # a multiple of 8, for the hardware
-        self.gate = nn.Linear(n_embd, hidden, bias=bias)
-        self.up = nn.Linear(n_embd, hidden, bias=bias)
-        self.out = nn.Linear(hidden, n_embd, bias=bias)
+        self.gate = nn.Linear(n_embd, width, bias=bias)
+        self.up = nn.Linear(n_embd, width, bias=bias)
+        self.out = nn.Linear(width, n_embd, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.silu(self.gate(x)) * self.up(x))
@@ -48,22 +61,23 @@ class SwigluMLP(nn.Module):
 class NoMLP(nn.Module):
     """None: a model of attention alone (Elhage et al. 2021)."""
 
-    def __init__(self, n_embd: int, bias: bool) -> None:
+    def __init__(self, n_embd: int, width: int, bias: bool) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
 
-MLPS: dict[str, Callable[[int, bool], nn.Module]] = {
+MLPS: dict[str, Callable[[int, int, bool], nn.Module]] = {
     "gelu": GeluMLP,
+    "gelu_tanh": GeluTanhMLP,
     "relu2": ReluSquaredMLP,
     "swiglu": SwigluMLP,
     "none": NoMLP,
 }
-NORMS: dict[str, Callable[[int, bool], nn.Module]] = {
-    "layernorm": lambda n_embd, bias: nn.LayerNorm(n_embd, bias=bias),
-    "rmsnorm": lambda n_embd, bias: nn.RMSNorm(n_embd),  # has no bias (Zhang & Sennrich 2019)
+NORMS: dict[str, Callable[[int, bool, float | None], nn.Module]] = {
+    "layernorm": lambda n_embd, bias, eps: nn.LayerNorm(n_embd, bias=bias, eps=1e-5 if eps is None else eps),
+    "rmsnorm": lambda n_embd, bias, eps: nn.RMSNorm(n_embd, eps=eps),  # no bias (Zhang & Sennrich 2019)
 }
 
 

@@ -18,7 +18,7 @@ from minilm.attention.masks import Mask
 from minilm.attention.positions import Position, Rotary
 from minilm.embedding import TokenEmbedding
 from minilm.errors import ConfigError
-from minilm.layers import MLPS, NORMS, named
+from minilm.layers import MLPS, NORMS, mlp_width, named
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class GPTConfig:
 
     Classic (GPT-2): norm=layernorm, mlp=gelu, tie_embeddings, with position=learned. Modern: norm=rmsnorm,
     mlp=relu2 or swiglu, with position=rope and attention.qk_norm.
-    n_kv_head: None is n_head. bias: on every linear layer and LayerNorm. dropout: on embeddings and on what
-    each half-block adds.
+    n_kv_head: None is n_head. norm_eps: added to the variance; None is 1e-5 for layernorm, and for rmsnorm the
+    number type's own epsilon. mlp_width: channels inside the feed-forward layer; None is 4 · n_embd, for swiglu 8/3 of
+    it. bias: on every linear layer and LayerNorm. dropout: on embeddings and on what each half-block adds.
     """
 
     vocab_size: int
@@ -38,7 +39,9 @@ class GPTConfig:
     n_kv_head: int | None = None
     n_embd: int = 128
     norm: str = "rmsnorm"
+    norm_eps: float | None = None
     mlp: str = "relu2"
+    mlp_width: int | None = None
     bias: bool = False
     dropout: float = 0.0
     tie_embeddings: bool = False
@@ -51,6 +54,14 @@ class GPTConfig:
             raise ConfigError(
                 f"model.n_kv_head={self.n_kv_head}: a positive whole number, or null for n_head"
             )
+        if self.mlp_width is not None and self.mlp_width < 1:
+            raise ConfigError(
+                f"model.mlp_width={self.mlp_width}: a positive whole number, or null for the usual"
+            )
+        if self.norm_eps is not None and not 0 < self.norm_eps < 1:
+            raise ConfigError(
+                f"model.norm_eps={self.norm_eps}: a small positive number, or null for the usual"
+            )
         check_heads(self.n_embd, self.n_head, self.n_kv_head or self.n_head)
         check_dropout("model.dropout", self.dropout)
         named("model.norm", self.norm, NORMS)
@@ -60,16 +71,24 @@ class GPTConfig:
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
 
+    @property
+    def mlp_hidden(self) -> int:
+        """Channels inside a feed-forward layer."""
+        return self.mlp_width or mlp_width(self.mlp, self.n_embd)
+
+    def new_norm(self) -> nn.Module:
+        return NORMS[self.norm](self.n_embd, self.bias, self.norm_eps)
+
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, Xiong et al. 2020)."""
 
     def __init__(self, config: GPTConfig, attention: Attention) -> None:
         super().__init__()
-        self.norm_1 = NORMS[config.norm](config.n_embd, config.bias)
+        self.norm_1 = config.new_norm()
         self.attention = attention
-        self.norm_2 = NORMS[config.norm](config.n_embd, config.bias)
-        self.mlp = MLPS[config.mlp](config.n_embd, config.bias)
+        self.norm_2 = config.new_norm()
+        self.mlp = MLPS[config.mlp](config.n_embd, config.mlp_hidden, config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, frame: Frame, cache=None) -> Tensor:
@@ -103,15 +122,19 @@ class GPT(nn.Module):
         self.position = position or Rotary(head_dim=config.head_dim)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attention()) for _ in range(config.n_layer))
-        self.norm = NORMS[config.norm](config.n_embd, config.bias)
+        self.norm = config.new_norm()
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+        self.tie()
         self.apply(self._init)
         # what is added to the residual stream 2·n_layer times starts that much smaller (Radford et al. 2019)
         for name, weight in self.named_parameters():
             if name.endswith("out.weight"):
                 nn.init.normal_(weight, std=0.02 / (2 * config.n_layer) ** 0.5)
+
+    def tie(self) -> None:
+        """Embedding and head share one matrix, if they are to."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight
 
     @staticmethod
     def _init(module: nn.Module) -> None:

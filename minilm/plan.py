@@ -14,6 +14,7 @@ from minilm.build import check, construct
 from minilm.config import Command
 from minilm.cost import Memory
 from minilm.errors import ConfigError
+from minilm.finetune import with_vocab_size
 from minilm.optim import Optim
 from minilm.training import TrainConfig
 
@@ -63,7 +64,7 @@ class Pace:
 
 def plan(command: Command) -> None:
     """Print the plan of the run that train.py would make of the same words. Raises ConfigError where it would."""
-    config = command.config
+    config = with_vocab_size(command)
     seconds = config["seconds"]
     if not isinstance(seconds, int | float) or not seconds >= 0:
         raise ConfigError(f"seconds={seconds}: a number, 0 for no measurement")

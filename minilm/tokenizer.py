@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +38,16 @@ PUBLISHED = {
 MAX_VOCAB_SIZE = 1 << 22  # a damaged file must not fill the memory with unused ids
 
 
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that GPT-2's vocabulary files write for each byte.
+
+    Printable bytes stand for themselves, the others follow from U+0100 in order (GPT-2's bytes_to_unicode).
+    """
+    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
 def dtype_for(vocab_size: int) -> np.dtype:
     """The smallest unsigned type that holds every id in [0, vocab_size): uint8, uint16 or uint32."""
     return np.min_scalar_type(vocab_size - 1)
@@ -47,6 +57,9 @@ class Tokenizer(ABC):
     """A list of byte strings, one a token; the id of a token is its place in that list."""
 
     end_token: int | None = None  # id of the end-of-text token, None where the kind has none
+    prompt_start: Sequence[
+        int
+    ] = ()  # ids that stand before every prompt: a beginning-of-text token, mostly none
 
     def __init__(self, tokens: list[bytes]):
         self._tokens = tokens
@@ -177,7 +190,7 @@ class BPE(Tokenizer):
         super().__init__([*ranks, *(names.get(i, b"") for i in range(len(ranks), vocab_size))])
         self.end_token = specials.get(END_OF_TEXT)
         self.pattern, self.ranks, self.specials = pattern, list(ranks), dict(specials)
-        tiktoken = _need("tiktoken")
+        tiktoken = need("tiktoken")
         try:
             self._encoding = tiktoken.Encoding(
                 "minilm", pat_str=pattern, mergeable_ranks=ids, special_tokens=self.specials
@@ -202,7 +215,7 @@ class BPE(Tokenizer):
                 f"{END_OF_TEXT}) to {MAX_VOCAB_SIZE}"
             )
         _utf8(text)
-        hf = _need("tokenizers")
+        hf = need("tokenizers")
         split = hf.pre_tokenizers.Split(hf.Regex(GPT2_PATTERN), behavior="isolated")
         to_bytes = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         trained = hf.Tokenizer(hf.models.BPE())
@@ -222,11 +235,7 @@ class BPE(Tokenizer):
                 f"tokenizer.vocab_size={vocab_size}: the pairs that this text of {len(text)} characters "
                 f"repeats give {len(ids) + 1} tokens; set tokenizer.vocab_size={len(ids) + 1} or less"
             )
-        # The library writes bytes as printable characters: those that are stand for themselves, the others
-        # follow from U+0100 in order (GPT-2's bytes_to_unicode).
-        plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-        others = [b for b in range(256) if b not in plain]
-        byte = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+        byte = byte_alphabet()
         ranks = [bytes(byte[c] for c in token) for token in sorted(ids, key=ids.__getitem__)]
         return cls(GPT2_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
 
@@ -258,7 +267,7 @@ class Tiktoken(BPE):
         """The encoding gpt2, cl100k_base or o200k_base; the text plays no part."""
         if name not in PUBLISHED:
             raise ConfigError(f"tokenizer.name={name!r} must be one of {', '.join(PUBLISHED)}")
-        tiktoken, requests = _need("tiktoken"), _need("requests")
+        tiktoken, requests = need("tiktoken"), need("requests")
         # tiktoken's rules: the folder, and in it each file under the sha1 of its address
         folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
         if folder is None:
@@ -282,6 +291,86 @@ class Tiktoken(BPE):
         return cls(encoding._pat_str, ranks, encoding._special_tokens)
 
 
+class Pretrained(Tokenizer):
+    """A tokenizer.json of others, run by `tokenizers`: byte-level (GPT-2, Llama 3) or SentencePiece-like (Llama 2).
+
+    definition: the file's text. vocab_size: the model's, which may be larger than the file's: ids above decode to ''.
+    end_token: id of the end-of-text token.
+    """
+
+    def __init__(self, definition: str, vocab_size: int | None = None, end_token: int | None = None):
+        try:
+            inner = need("tokenizers").Tokenizer.from_str(definition)
+            known = json.loads(definition)
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"tokenizer.json: the tokenizers library cannot read it: {error}") from None
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True  # they are plain text in a text
+        ids = inner.get_vocab(with_added_tokens=True)
+        size = 1 + max(ids.values(), default=-1)
+        vocab_size = size if vocab_size is None else vocab_size
+        if not 0 < size <= vocab_size <= MAX_VOCAB_SIZE:
+            raise ConfigError(f"tokenizer.json: ids up to {size - 1}, but the model knows {vocab_size}")
+        if end_token is not None and not 0 <= end_token < vocab_size:
+            raise ConfigError(f"tokenizer.json: end token {end_token} is none of {vocab_size} ids")
+        names = {i: token.content for i, token in inner.get_added_tokens_decoder().items()}
+        spell = _speller(known.get("decoder"))
+        tokens = [b""] * vocab_size
+        for piece, i in ids.items():
+            tokens[i] = _utf8(names[i]) if i in names else spell(piece)
+        super().__init__(tokens)
+        self.definition, self.end_token, self._inner = definition, end_token, inner
+        plain, whole = self.encode("a"), inner.encode("a").ids
+        self.prompt_start = whole[: whole.index(plain[0])] if plain and plain[0] in whole else []
+
+    @classmethod
+    def fit(cls, text: str) -> Self:
+        raise ConfigError(
+            "tokenizer: a pretrained one comes with its model; say init_from=…, or tokenizer=file"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        _utf8(text)
+        try:
+            return self._inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # an unknown character where there is no token for it
+            raise ConfigError(f"tokenizer: {error}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.decode_bytes(ids)  # an id outside raises
+        return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "pretrained",
+            "definition": self.definition,
+            "vocab_size": self.vocab_size,
+            "end_token": self.end_token,
+        }
+
+
+def _speller(decoder: Any) -> Callable[[str], bytes]:
+    """From a piece of the vocabulary to its bytes, as the file's decoder would have it."""
+    parts = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    kinds = {part.get("type") for part in parts if isinstance(part, dict)}
+    alphabet = byte_alphabet()
+    if "ByteLevel" in kinds:
+        return lambda piece: b"".join(bytes([alphabet[c]]) if c in alphabet else _utf8(c) for c in piece)
+    if kinds & {"ByteFallback", "Metaspace", "Replace"}:
+        return lambda piece: (
+            bytes.fromhex(piece[3:5])
+            if re.fullmatch("<0x[0-9A-F]{2}>", piece)
+            else _utf8(piece.replace("\u2581", " "))
+        )
+    if kinds == {"Fuse"}:
+        return _utf8
+    raise ConfigError(
+        f"tokenizer.json: decoder {', '.join(map(str, kinds)) or 'missing'}: expected a byte-level one, as GPT-2's, "
+        "or a SentencePiece-like one, as Llama's"
+    )
+
+
 def from_dict(data: Any) -> Tokenizer:
     """The tokenizer that `to_dict` described. Data from anywhere: checked, never run. Raises ConfigError."""
     match data:
@@ -297,9 +386,17 @@ def from_dict(data: Any) -> Tokenizer:
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"tokenizer data: ranks must be texts in base64: {error}") from error
             return BPE(p, ranks, ids)
+        case {
+            "kind": "pretrained",
+            "definition": str(definition),
+            "vocab_size": int(size),
+            "end_token": int() | None as end,
+        } if len(data) == 4:
+            return Pretrained(definition, size, end)
     raise ConfigError(
         f"tokenizer data: {data!r:.200} must be exactly kind=char with chars (str), kind=byte, "
-        "or kind=bpe with pattern (str), ranks (list) and specials (dict)"
+        "kind=bpe with pattern (str), ranks (list) and specials (dict), or kind=pretrained with definition (str), "
+        "vocab_size and end_token"
     )
 
 
@@ -317,7 +414,7 @@ def _show(char: str) -> str:
     return f"{char!r} (U+{ord(char):04X})"
 
 
-def _need(package: str) -> Any:
+def need(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:

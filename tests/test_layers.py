@@ -8,13 +8,17 @@ import torch
 from torch import nn
 
 from minilm.errors import ConfigError
-from minilm.layers import MLPS, NORMS, named
+from minilm.layers import MLPS, NORMS, mlp_width, named
 
 C = 24
 
 
 def gelu(x):
     return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def gelu_tanh(x):
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def silu(x):
@@ -28,6 +32,7 @@ def linear(x, layer):
 
 FORMULAS = {
     "gelu": lambda m, x: linear(gelu(linear(x, m.up)), m.out),
+    "gelu_tanh": lambda m, x: linear(gelu_tanh(linear(x, m.up)), m.out),
     "relu2": lambda m, x: linear(np.maximum(linear(x, m.up), 0) ** 2, m.out),
     "swiglu": lambda m, x: linear(silu(linear(x, m.gate)) * linear(x, m.up), m.out),
 }
@@ -37,20 +42,23 @@ FORMULAS = {
 @pytest.mark.parametrize("name", MLPS)
 def test_a_feed_forward_layer_is_its_formula(name, bias):
     torch.manual_seed(0)
-    mlp = MLPS[name](C, bias).double()
+    mlp = MLPS[name](C, 40, bias).double()
     x = torch.randn(2, 5, C, dtype=torch.float64)
     np.testing.assert_allclose(mlp(x).detach().numpy(), FORMULAS[name](mlp, x.numpy()), atol=1e-12)
 
 
 @pytest.mark.parametrize("n_embd", [64, 128, 384, 768])
 def test_all_feed_forward_layers_cost_about_the_same(n_embd):
-    sizes = [sum(p.numel() for p in MLPS[name](n_embd, False).parameters()) for name in MLPS]
+    sizes = [
+        sum(p.numel() for p in MLPS[name](n_embd, mlp_width(name, n_embd), False).parameters())
+        for name in MLPS
+    ]
     assert max(sizes) / min(sizes) < 1.05
 
 
 def test_norms_take_out_scale_and_layernorm_the_mean():
     x = torch.randn(3, C) * torch.tensor([[0.1], [1.0], [50.0]]) + 5
-    layer, rms = NORMS["layernorm"](C, False)(x), NORMS["rmsnorm"](C, False)(x)
+    layer, rms = NORMS["layernorm"](C, False, None)(x), NORMS["rmsnorm"](C, False, None)(x)
     torch.testing.assert_close(rms.square().mean(-1), torch.ones(3))
     torch.testing.assert_close(rms, x / x.square().mean(-1, keepdim=True).sqrt())
     torch.testing.assert_close(layer.mean(-1), torch.zeros(3), atol=1e-5, rtol=0)
@@ -60,12 +68,12 @@ def test_norms_take_out_scale_and_layernorm_the_mean():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", [*MLPS, *NORMS])
 def test_there_are_biases_only_where_they_are_asked_for(name, bias):
-    layer = (MLPS | NORMS)[name](C, bias)
+    layer = MLPS[name](C, 40, bias) if name in MLPS else NORMS[name](C, bias, None)
     assert isinstance(layer, nn.Module)
     has = any(key.endswith("bias") for key, _ in layer.named_parameters())
     assert has == (bias and name != "rmsnorm")
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"model.mlp=relu: expected one of gelu, relu2, swiglu"):
+    with pytest.raises(ConfigError, match=r"model.mlp=relu: expected one of gelu, gelu_tanh, relu2, swiglu"):
         named("model.mlp", "relu", MLPS)

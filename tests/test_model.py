@@ -294,7 +294,7 @@ def test_no_target_is_hidden_where_all_are_shown():
         ({"dropout": 1.0}, "model.dropout=1.0"),
         ({"dropout": float("nan")}, "model.dropout=nan"),
         ({"norm": "batchnorm"}, "model.norm=batchnorm: expected one of layernorm, rmsnorm"),
-        ({"mlp": "relu"}, "model.mlp=relu: expected one of gelu, relu2, swiglu"),
+        ({"mlp": "relu"}, "model.mlp=relu: expected one of gelu, gelu_tanh, relu2, swiglu"),
     ],
 )
 def test_an_impossible_shape_is_refused_with_its_numbers(changes, says):

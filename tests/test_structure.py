@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEVELS = [
     "errors",
     "attention.masks attention.positions files layers muon runtime sampling schedule",
-    "attention.frame optim console tales tokenizer",
+    "attention.frame optim console tales tensors tokenizer",
     "attention.cache attention.kernels checkpoint streaming tracking",
     "attention.layer data plots",
     "attention.linear attention.diagnostics embedding",

@@ -8,11 +8,12 @@ from minilm.bench.report import print_report, write_report
 from minilm.bench.setting import Setting
 from minilm.build import construct
 from minilm.config import Command
+from minilm.finetune import with_vocab_size
 
 
 def run(command: Command) -> None:
     """Run the bench that the configuration names. Raises ConfigError before anything is measured."""
-    config = command.config
+    config = with_vocab_size(command)
     bench = construct(config, "bench", Bench)
     name = config["bench"]["_target_"].rpartition(".")[0].rpartition(".")[2]  # minilm.bench.NAME.Class
     setting = Setting.of(config)

@@ -1,0 +1,79 @@
+"""What scripts/evaluate.py does: how well a model predicts a text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minilm.build import check, restore
+from minilm.console import bar
+from minilm.data import TokenData, read_text
+from minilm.errors import ConfigError
+from minilm.evaluation import evaluate
+from minilm.runtime import autocast, resolve_device, resolve_precision, set_threads
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """configs/evaluate.yaml, but for its section data."""
+
+    checkpoint: str
+    batch_size: int
+    stride: int | None
+    device: str
+    precision: str
+    threads: int | None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}: a positive whole number")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The section data."""
+
+    path: str
+
+
+def score(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values for a person. Raises ConfigError before anything is computed."""
+    options = ScoreConfig(**check(ScoreConfig, {k: v for k, v in config.items() if k != "data"}, ""))
+    source = Source(**check(Source, config["data"], "data"))
+    set_threads(options.threads)
+    device = resolve_device(options.device)
+    precision = resolve_precision(options.precision, device)
+    text = read_text(Path(source.path), key="data.path")
+    model, tokenizer, saved = restore(options.checkpoint, device)
+    size = model.config.block_size
+    if options.stride is not None and not 1 <= options.stride <= size:
+        raise ConfigError(
+            f"stride={options.stride}: a whole number from 1 to the model's block_size={size}, or null"
+        )
+    if model.mask.lookahead > size:
+        raise ConfigError("mask=none shows each token its own target: there is no perplexity")
+    tokens = tokenizer.encode_array(text)
+    if len(tokens) < 2:
+        raise ConfigError(
+            f"data.path={source.path}: {len(tokens)} token, and the first one is not predicted; give more"
+        )
+    with bar("windows") as progress:
+        loss = evaluate(
+            model,
+            tokens,
+            block_size=size,
+            batch_size=options.batch_size,
+            stride=options.stride,
+            autocast=autocast(device, precision),
+            progress=progress,
+        )
+    data = TokenData(tokens[:0], tokens, len(text.encode()), None)
+    return [
+        ("checkpoint", f"{saved.path}"),
+        ("text", f"{len(tokens):,} tokens, {data.val_bytes:,} bytes"),
+        ("context", f"{size} tokens, {'without' if options.stride in (None, size) else 'with'} overlap"),
+        ("nats per token", f"{loss:.4f}"),
+        ("perplexity", f"{float(np.exp(min(loss, 700))):.4g}"),
+        ("bits per byte", f"{data.bits_per_byte(loss):.4f}"),
+    ]

@@ -1,0 +1,93 @@
+"""safetensors files a tensor at a time, so that a model larger than memory can be read and written.
+
+A folder holds its weights in model.safetensors, or in shards that model.safetensors.index.json names. The format: the
+header's length in 8 bytes, the header as JSON, the tensors' bytes (https://github.com/huggingface/safetensors).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import safetensors
+import torch
+from torch import Tensor
+
+from minilm.errors import ConfigError
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Folder:
+    """The tensors of a folder of safetensors files. Raises ConfigError where there are none, or a shard is missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        files = [WHOLE]
+        if (path / INDEX).is_file():
+            try:
+                files = sorted(
+                    set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+                )
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise ConfigError(f"{path / INDEX}: not an index of shards; copy it again") from None
+        self._file_of: dict[str, Path] = {}
+        for name in files:
+            file = path / Path(name).name  # an index leads nowhere else
+            with _open(file) as tensors:
+                self._file_of |= dict.fromkeys(tensors.keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with _open(self._file_of[name]) as tensors:
+            return tuple(tensors.get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in float32. Its file is closed again, so that what was read before is not kept in memory."""
+        with _open(self._file_of[name]) as tensors:
+            return tensors.get_tensor(name).to(torch.float32, copy=True)
+
+
+def _open(file: Path):
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: there is no such file; a model's folder holds {WHOLE}, or shards and {INDEX}"
+        )
+    try:
+        return safetensors.safe_open(file, framework="pt", device="cpu")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: not a safetensors file ({error}); copy it again") from None
+
+
+def write(
+    file: BinaryIO,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    about: Mapping[str, str],
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> None:
+    """Write float32 tensors of these shapes, each of them read when its turn comes, and let go of at once.
+
+    about: what the header says besides. progress: called with the bytes written and those there are.
+    """
+    header: dict[str, object] = {"__metadata__": dict(about)}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * torch.Size(shape).numel()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    file.write(len(raw).to_bytes(8, "little") + raw)
+    done = 0
+    for name in shapes:
+        tensor = read(name)
+        assert tensor.dtype == torch.float32
+        assert tensor.shape == shapes[name]
+        file.write(tensor.contiguous().numpy().data)
+        done += 4 * tensor.numel()
+        progress(done, end)
