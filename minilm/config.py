@@ -44,13 +44,15 @@ class Command:
     """What a person asked for.
 
     config: the composed configuration as plain dicts, lists, strings and numbers. said: the dotted keys and groups
-    set on the command line; `recipe` among them stands for any key. out_dir: where this job writes.
+    set on the command line; `recipe` among them stands for any key. out_dir: where this job writes. sweep: the folder
+    of a sweep, if this is one of its jobs.
     """
 
     config: dict[str, Any]
     said: list[str]
     out_dir: Path
     default_out_dir: bool
+    sweep: Path | None = None
 
 
 def script(name: str) -> Callable[[Callable[[Command], None]], Callable[[], None]]:
@@ -146,7 +148,8 @@ def _command(name: str, config: DictConfig) -> Command:
     said = [re.split(r"[=@]", override.lstrip("+~"))[0] for override in job.overrides.task]
     sweeping = job.mode == RunMode.MULTIRUN
     out_dir = job.runtime.output_dir if sweeping else os.path.expanduser(str(plain.get("out_dir", ".")))
-    return Command(plain, said, Path(out_dir), "out_dir" not in said and not sweeping)
+    sweep = Path(job.sweep.dir) if sweeping else None
+    return Command(plain, said, Path(out_dir), "out_dir" not in said and not sweeping, sweep)
 
 
 def overlay(config: dict[str, Any], command: Command) -> dict[str, Any]:

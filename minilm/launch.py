@@ -20,11 +20,12 @@ from minilm.data import ROOT, Corpus, prepare
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.finetune import start_from
+from minilm.maps import picture_of
 from minilm.optim import Optim, load_states
 from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
-from minilm.tracking import start_wandb
+from minilm.tracking import check_packages, start_trackers, start_wandb
 from minilm.training import TrainConfig, Trainer, sample_prompt
 
 #: what a resumed run may change; everything else makes another run
@@ -33,6 +34,7 @@ MAY_CHANGE = (
     "optim",
     "schedule",
     "wandb",
+    "tensorboard",
     "device",
     "precision",
     "threads",
@@ -55,6 +57,7 @@ class RunConfig:
     out_dir: str
     resume: str | None
     init_from: str | None
+    tensorboard: bool
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -74,7 +77,9 @@ def train(command: Command) -> Trainer:
     schedule = construct(settings, "schedule", Schedule)
     schedule.check(config.max_steps)
     optim = construct(settings, "optim", Optim)
+    settings = settings | {"wandb": _grouped(settings["wandb"], command)}
     wandb = check(start_wandb, settings["wandb"], "wandb")
+    check_packages(wandb["mode"], options.tensorboard)
     device = resolve_device(options.device)
     precision = resolve_precision(options.precision, device)
     set_threads(options.threads)
@@ -103,7 +108,14 @@ def train(command: Command) -> Trainer:
     run = _folder_of(saved, command) if saved else _new_folder(command)
     settings = settings | {"out_dir": str(run), "resume": None}
     run_id = saved.state["wandb_run_id"] if saved else None
-    writer = start_wandb(**wandb, config=settings, run_dir=run, run_id=run_id)
+    writer = start_trackers(
+        wandb,
+        options.tensorboard,
+        config=settings,
+        run_dir=run,
+        run_id=run_id,
+        step=saved.step if saved else 0,
+    )
     write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     _point_latest(run)
     trainer = Trainer(
@@ -119,6 +131,7 @@ def train(command: Command) -> Trainer:
         seed=options.seed,
         precision=precision,
         writer=writer,
+        picture=picture_of(model, tokenizer, settings),
     )
     if saved:
         trainer.restore(saved)
@@ -129,6 +142,13 @@ def train(command: Command) -> Trainer:
     finally:
         writer.finish(exit_code)
     return trainer
+
+
+def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
+    """The runs of a sweep belong together, unless it was said otherwise."""
+    if command.sweep is None or wandb.get("group") is not None:
+        return wandb
+    return wandb | {"group": "-".join(command.sweep.parts[-2:])}
 
 
 def _options(settings: dict[str, Any]) -> RunConfig:

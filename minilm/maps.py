@@ -7,6 +7,7 @@ import base64
 import json
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minilm.attention.diagnostics import attention_maps
+from minilm.attention.diagnostics import attention_layers, attention_maps
+from minilm.attention.layer import MultiHeadAttention
 from minilm.build import check, restore
 from minilm.checkpoint import Checkpoint
 from minilm.data import normalise_newlines
@@ -23,11 +25,12 @@ from minilm.files import write_atomic
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
 from minilm.plots import INK, title
-from minilm.runtime import resolve_device, set_threads
+from minilm.runtime import inference, resolve_device, set_threads
 from minilm.tokenizer import Tokenizer
 
 PAGE = Path(__file__).with_suffix(".html")
 OWN_TOKENS = 96  # how many the model writes where no prompt is given
+FEW_TOKENS = 40  # of the picture that goes to trackers at each evaluation
 MAX_WEIGHTS = 1 << 24  # what a page can hold
 GLYPHS = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
 FONT_POINTS, PITCH, MAX_INCHES, DPI = 6, 0.085, 18, 150  # of the picture; PITCH is a label's height in inches
@@ -95,18 +98,45 @@ def look(model: GPT, tokenizer: Tokenizer, saved: Checkpoint, prompt: str) -> Ma
             f"prompt: {n} tokens make {n_layer} × {n_head} maps of {n}² weights, more than a page can hold; "
             f"give at most {most} tokens"
         )
-    weights = attention_maps(model, torch.tensor([ids]))[:, 0]
+    weights = weights_of(model, ids)
     kinds = [saved.config[section]["_target_"].rpartition(".")[2] for section in ("mask", "position")]
     scale = saved.config["attention"].get("scale")
     cut = f" · the last {len(ids)} of {whole} tokens" if len(ids) < whole else ""
     return Maps(
-        weights.float().cpu().numpy(),
+        weights,
         ids,
         [tokenizer.decode_bytes([i]) for i in ids],
         title(run_folder(saved)),
         f"step {saved.step} · mask {kinds[0]} · position {kinds[1]} · scale {scale}{cut}",
         saved.config,
     )
+
+
+def weights_of(model: GPT, ids: list[int]) -> np.ndarray:
+    """(layer, head, n, n) float32"""
+    return attention_maps(model, torch.tensor([ids]))[:, 0].float().cpu().numpy()
+
+
+def picture_of(
+    model: GPT, tokenizer: Tokenizer, config: dict[str, Any]
+) -> Callable[[list[int]], np.ndarray] | None:
+    """Makes the picture (height, width, 4) uint8 of the maps over a text's first tokens, for trackers.
+
+    None for a model whose layers form no weights.
+    """
+    if not all(isinstance(layer, MultiHeadAttention) for layer in attention_layers(model)):
+        return None
+
+    def draw_ids(ids: list[int]) -> np.ndarray:
+        ids = ids[: min(FEW_TOKENS, model.config.block_size)]
+        with inference(model):
+            weights = weights_of(model, ids)
+        tokens = [tokenizer.decode_bytes([i]) for i in ids]
+        canvas = picture(Maps(weights, ids, tokens, "attention", "", config))
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())
+
+    return draw_ids
 
 
 def run_folder(saved: Checkpoint) -> Path:

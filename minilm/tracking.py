@@ -1,13 +1,17 @@
-"""What a run leaves to read: metrics.jsonl and samples.txt always, Weights & Biases if it is asked for."""
+"""What a run leaves to read: metrics.jsonl and samples.txt always, trackers if they are asked for."""
 
+import html
+import importlib
 import json
 import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+import numpy as np
 
 from minilm.errors import ConfigError
 
@@ -83,24 +87,125 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return records
 
 
-# ---- Weights & Biases ----
+# ---- trackers ----
 
 
-class NoWandb:
-    """Tracks nothing."""
+class Tracker:
+    """Where a run is shown besides its own files. This one shows nothing."""
 
-    run_id: str | None = None
+    run_id: str | None = None  # what an online service knows the run by
     url: str | None = None
+    wants_media = False  # whether samples and pictures are worth making
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
         pass
 
+    def sample(self, text: str, step: int) -> None:
+        """A text that the model wrote."""
+
+    def picture(self, name: str, image: np.ndarray, step: int) -> None:
+        """(height, width, 3 or 4) uint8"""
+
     def finish(self, exit_code: int = 0) -> None:
-        pass
+        """Mark the run as finished, or as failed with an exit code other than 0."""
 
 
-class Wandb(NoWandb):
-    """Tracks a run with wandb. When wandb fails it says so once and falls silent; training never stops for it."""
+class Trackers(Tracker):
+    """Several at once. One that fails says so once and falls silent; training never stops for it."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self.run_id = next((tracker.run_id for tracker in trackers if tracker.run_id), None)
+        self.url = next((tracker.url for tracker in trackers if tracker.url), None)
+        self.wants_media = any(tracker.wants_media for tracker in trackers)
+
+    def log(self, record: Mapping[str, Any], step: int) -> None:
+        self._each(lambda tracker: tracker.log(record, step))
+
+    def sample(self, text: str, step: int) -> None:
+        self._each(lambda tracker: tracker.sample(text, step))
+
+    def picture(self, name: str, image: np.ndarray, step: int) -> None:
+        self._each(lambda tracker: tracker.picture(name, image, step))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._each(lambda tracker: tracker.finish(exit_code))
+        self._trackers = []
+
+    def _each(self, call: Callable[[Tracker], object]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__.lower()
+                warnings.warn(
+                    f"{name} failed, training goes on without it: {first_line(error)}", stacklevel=3
+                )
+
+
+def start_trackers(
+    wandb: Mapping[str, Any],
+    tensorboard: bool,
+    config: dict[str, Any],
+    run_dir: Path | str,
+    run_id: str | None,
+    step: int,
+) -> Trackers:
+    """What the sections ask for, for a run in `run_dir` that begins, or goes on, after `step`."""
+    trackers = [start_wandb(**wandb, config=config, run_dir=run_dir, run_id=run_id)]
+    if tensorboard:
+        trackers.append(TensorBoard(run_dir, step))
+    return Trackers([tracker for tracker in trackers if tracker.wants_media])
+
+
+def check_packages(mode: str, tensorboard: bool) -> None:
+    """ConfigError where a package that a tracker needs is not installed."""
+    for package, needed, said, off in (
+        ("wandb", mode != "disabled", f"wandb.mode={mode}", "wandb.mode=disabled"),
+        ("tensorboard", tensorboard, "tensorboard=true", "tensorboard=false"),
+    ):
+        try:
+            if needed:
+                importlib.import_module(package)
+        except ImportError as error:
+            cure = f"pip install {package}, or set {off}"
+            raise ConfigError(f"{said} needs the package {package} ({error}): {cure}") from None
+
+
+class TensorBoard(Tracker):
+    """Event files in RUN/tensorboard, for `tensorboard --logdir runs`. A resumed run hides the steps it does anew."""
+
+    wants_media = True
+
+    def __init__(self, run_dir: Path | str, step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(
+            str(Path(run_dir) / "tensorboard"), purge_step=step + 1 if step else None
+        )
+
+    def log(self, record: Mapping[str, Any], step: int) -> None:
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def sample(self, text: str, step: int) -> None:
+        indented = "\n".join(f"    {line}" for line in text.split("\n"))  # as it is: no markup
+        self._writer.add_text("sample", indented, step)
+
+    def picture(self, name: str, image: np.ndarray, step: int) -> None:
+        self._writer.add_image(name, image, step, dataformats="HWC")
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._writer.close()
+
+
+class Wandb(Tracker):
+    """A run of Weights & Biases."""
+
+    wants_media = True
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -108,32 +213,31 @@ class Wandb(NoWandb):
         self.url = run.url  # None offline
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        if self._run is not None:
-            self._try(lambda: self._run.log(dict(record), step=step))
+        self._run.log(dict(record), step=step)
+
+    def sample(self, text: str, step: int) -> None:
+        from wandb import Html
+
+        self._run.log({"sample": Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
+
+    def picture(self, name: str, image: np.ndarray, step: int) -> None:
+        from wandb import Image
+
+        self._run.log({name: Image(image)}, step=step)
 
     def finish(self, exit_code: int = 0) -> None:
-        """Mark the run as finished, or as failed with an exit code other than 0."""
-        if self._run is not None:
-            self._try(lambda: self._run.finish(exit_code=exit_code))
-        self._run = None
-
-    def _try(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:
-            self._run = None
-            warnings.warn(f"wandb failed, training goes on without it: {first_line(error)}", stacklevel=3)
+        self._run.finish(exit_code=exit_code)
 
 
 def start_wandb(
-    mode: str,
+    mode: Literal["disabled", "offline", "online"],
     project: str,
     name: str | None,
     group: str | None,
     config: dict[str, Any],
     run_dir: Path | str,
     run_id: str | None = None,
-) -> NoWandb:
+) -> Tracker:
     """A tracker for one run, its files in `run_dir`; `run_id` (a checkpoint's) carries an earlier one on.
 
     mode: "disabled" (wandb is not even imported), "offline" (asks nothing and connects to nothing;
@@ -141,16 +245,11 @@ def start_wandb(
     goes on offline. It never asks for a key.
     """
     if mode == "disabled":
-        return NoWandb()
-    if mode not in ("offline", "online"):
-        raise ConfigError(f"wandb.mode={mode}: disabled, offline or online")
+        return Tracker()
     if mode == "offline":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its crash reporter would look up a host
-    try:
-        from wandb import Settings, init, setup
-    except ImportError as error:
-        cure = "pip install wandb, or set wandb.mode=disabled"
-        raise ConfigError(f"wandb.mode={mode} needs the package wandb ({error}): {cure}") from None
+    check_packages(mode, tensorboard=False)
+    from wandb import Settings, init, setup
 
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     # silent is what keeps wandb from asking for a key, if it is set before the first run
@@ -180,7 +279,7 @@ def start_wandb(
             warnings.warn(
                 f"wandb cannot run {attempt}, going on {instead}: {first_line(error)}", stacklevel=2
             )
-    return NoWandb()
+    return Tracker()
 
 
 def first_line(error: Exception) -> str:

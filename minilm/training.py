@@ -29,7 +29,7 @@ from minilm.runtime import autocast, seed_step
 from minilm.sampling import Sampler
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
-from minilm.tracking import AppendLog, MetricsLog, NoWandb
+from minilm.tracking import AppendLog, MetricsLog, Tracker
 
 HEALTH_WINDOWS = 2  # enough for means over thousands of rows
 
@@ -75,8 +75,8 @@ class Trainer:
     """Trains `model` on `data` and leaves everything it makes in the folder `run`.
 
     forward: the model as it is called in training (compiled, perhaps); its parameters are the model's.
-    settings: the whole configuration, plain, as it goes into checkpoints. writer: a tracker with
-    `log(record, step)` and `finish(exit_code)`.
+    settings: the whole configuration, plain, as it goes into checkpoints. writer: a tracker, which shows the run
+    elsewhere. picture: (height, width, 4) uint8 of a sample's ids, for trackers that take pictures; None for none.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class Trainer:
         settings: dict[str, Any],
         seed: int,
         precision: str,
-        writer: NoWandb,
+        writer: Tracker,
+        picture: Callable[[list[int]], np.ndarray] | None = None,
     ) -> None:
         self.model, self.forward, self.tokenizer, self.data = model, forward, tokenizer, data
         self.optimizers, self.schedule, self.config = optimizers, schedule, config
@@ -104,6 +105,7 @@ class Trainer:
             precision,
             writer,
         )
+        self.picture = picture
         self.device = next(model.parameters()).device
         self.block_size = model.config.block_size
         self.windows = Windows(data.train, self.block_size, seed)
@@ -240,6 +242,9 @@ class Trainer:
         text = self.tokenizer.decode(ids).strip("\n")
         self.console.sample(self.step, text)
         self.samples.write(f"--- step {self.step}\n{text}\n\n")
+        self.writer.sample(text, self.step)
+        if self.writer.wants_media and self.picture is not None:
+            self.writer.picture("attention", self.picture(ids), self.step)
 
     def _summarise(self) -> None:
         """What came out, where it lies, and what to type next."""

@@ -1,5 +1,6 @@
 import json
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -12,8 +13,16 @@ import torch
 
 import minilm
 from minilm import tracking
+from minilm.build import check
 from minilm.errors import ConfigError
-from minilm.tracking import AppendLog, MetricsLog, read_metrics, start_wandb
+from minilm.tracking import (
+    AppendLog,
+    MetricsLog,
+    check_packages,
+    read_metrics,
+    start_trackers,
+    start_wandb,
+)
 
 # ---- logs ----
 
@@ -226,9 +235,9 @@ def test_a_missing_package_names_the_cure(tmp_path, monkeypatch):
         start_wandb("offline", "p", None, None, {}, tmp_path)
 
 
-def test_an_unknown_mode_names_the_choices(tmp_path):
-    with pytest.raises(ConfigError, match=r"wandb\.mode=onlin: disabled, offline or online"):
-        start_wandb("onlin", "p", None, None, {}, tmp_path)
+def test_an_unknown_mode_names_the_choices():
+    with pytest.raises(ConfigError, match=r"wandb\.mode=onlin: expected disabled or offline or online"):
+        check(start_wandb, {"mode": "onlin"}, "wandb")
 
 
 class BrokenRun:
@@ -241,13 +250,134 @@ class BrokenRun:
     finish = log
 
 
-def test_a_failure_in_the_middle_warns_once_and_training_goes_on():
-    run = BrokenRun()
-    writer = tracking.Wandb(run)
-    with pytest.warns(UserWarning, match=r"training goes on without it: lost$"):
+def test_a_failure_in_the_middle_warns_once_and_the_others_go_on(tmp_path):
+    run, kept = BrokenRun(), Kept()
+    writer = tracking.Trackers([tracking.Wandb(run), kept])
+    assert (writer.run_id, writer.wants_media) == ("id", True)
+    with pytest.warns(UserWarning, match=r"wandb failed, training goes on without it: lost$"):
         writer.log({"a": 1}, step=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        writer.log({"a": 1}, step=2)
+        writer.log({"a": 2}, step=2)
         writer.finish(0)
     assert run.calls == 1
+    assert kept.records == [{"a": 1}, {"a": 2}]
+
+
+class Kept(tracking.Tracker):
+    def __init__(self):
+        self.records = []
+
+    def log(self, record, step):
+        self.records.append(record)
+
+
+def test_nothing_asked_for_is_nothing_done(tmp_path):
+    wandb = {"mode": "disabled", "project": "p", "name": None, "group": None}
+    writer = start_trackers(wandb, False, {}, tmp_path, None, 0)
+    assert (writer.wants_media, writer.run_id) == (False, None)
+    assert not list(tmp_path.iterdir())
+
+
+def records_of(file):
+    """The records of wandb's offline file: a log as LevelDB's, 7 bytes of header, then blocks of 32 KiB in which each
+    fragment has a checksum, its length and whether it is whole, the first, a middle or the last."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    raw, at, whole = file.read_bytes(), 7, b""
+    assert raw[:4] == b":W&B"
+    while at + 7 <= len(raw):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", raw, at)
+        whole += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def test_the_offline_file_can_be_read_afterwards_and_holds_numbers_samples_and_pictures(tmp_path):
+    result = run_python(
+        """
+        import numpy as np
+        from minilm.tracking import start_wandb
+        writer = start_wandb("offline", "minilm", "name", "group", {"seed": 3}, "run")
+        writer.log({"step": 5, "val/loss": 1.25}, step=5)
+        writer.sample("Once <b>upon</b>\\na time", step=5)
+        writer.picture("attention", np.zeros((8, 9, 4), np.uint8), step=5)
+        writer.log({"step": 6, "val/loss": 1.0}, step=6)
+        writer.finish(0)
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    [folder] = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    [file] = folder.glob("run-*.wandb")
+    records = list(records_of(file))
+    [run] = [record.run for record in records if record.HasField("run")]
+    assert (run.project, run.display_name, run.run_group) == ("minilm", "name", "group")
+    assert {item.key: item.value_json for item in run.config.update}["seed"] == "3"
+    history = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [line["val/loss"] for line in history if "val/loss" in line] == [1.25, 1.0]
+    [sample] = folder.rglob("*.html")
+    assert "Once &lt;b&gt;upon&lt;/b&gt;\na time" in sample.read_text()
+    [picture] = folder.rglob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- TensorBoard ----
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = tracking.TensorBoard(tmp_path)
+    for step in (1, 2, 3):
+        first.log({"step": step, "train/loss": 1.0 / step, "val/loss": float("nan")}, step)
+    first.finish()
+    second = tracking.TensorBoard(tmp_path, step=2)
+    second.log({"step": 3, "train/loss": 5.0}, 3)
+    second.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "val/loss"}
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5), (3, 5.0)]
+
+
+def test_tensorboards_media(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = tracking.TensorBoard(tmp_path)
+    writer.sample("# Once\n*upon*", 3)
+    writer.picture("attention", np.full((8, 9, 4), 7, np.uint8), 3)
+    writer.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    [text] = events.Tensors("sample/text_summary")
+    assert text.tensor_proto.string_val[0] == b"    # Once\n    *upon*"
+    [image] = events.Images("attention")
+    assert (image.width, image.height) == (9, 8)
+
+
+@pytest.mark.parametrize(
+    ("package", "asked", "message"),
+    [
+        ("wandb", ("online", False), r"wandb\.mode=online needs the package wandb .*pip install wandb"),
+        ("tensorboard", ("disabled", True), r"tensorboard=true needs .*pip install tensorboard"),
+    ],
+)
+def test_a_tracker_without_its_package_is_refused(monkeypatch, package, asked, message):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=message):
+        check_packages(*asked)
+    check_packages("disabled", False)

@@ -18,7 +18,7 @@ from minilm.model import GPT, GPTConfig
 from minilm.optim import AdamW, Muon, load_states
 from minilm.schedule import Constant, Trapezoid
 from minilm.tokenizer import Char
-from minilm.tracking import NoWandb
+from minilm.tracking import Tracker
 from minilm.training import TrainConfig, Trainer, sample_prompt
 
 T = 8
@@ -72,7 +72,7 @@ def make(
         settings={"said": "so"},
         seed=3,
         precision="fp32",
-        writer=NoWandb(),
+        writer=Tracker(),
     )
 
 
