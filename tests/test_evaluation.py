@@ -85,3 +85,33 @@ def test_evaluating_twice_is_the_same_and_leaves_no_trace(training):
 )
 def test_losses_are_made_in_at_least_float32(dtype, sums):
     assert at_least_float32(torch.ones(2, dtype=dtype)).dtype == sums
+
+
+# ---- overlapping windows ----
+
+
+@given(st.integers(2, 120), st.integers(1, 12), st.integers(1, 9), st.data())
+def test_with_overlap_each_token_is_still_a_target_once_and_in_order(n, block_size, batch_size, data):
+    stride = data.draw(st.integers(1, block_size))
+    text = np.arange(n, dtype=np.uint16)
+    seen = []
+    for inputs, targets in windows(text, block_size, batch_size, stride):
+        assert inputs.shape[0] <= batch_size
+        assert inputs.shape[1] <= block_size
+        counted = targets >= 0
+        assert torch.equal(targets[counted], inputs[counted] + 1)
+        seen += targets[counted].tolist()
+    assert seen == list(range(1, n))
+
+
+def test_with_overlap_a_token_sees_at_least_what_the_windows_share():
+    net, text, stride, nats = model(), tokens(45), 3, []
+    for i in range(1, len(text)):
+        # the first window that holds the target, counted by hand
+        start = max(0, -(-(i - T) // stride) * stride)
+        window = torch.from_numpy(text[start:i].astype(np.int64))
+        logits = net(window[None])[0, -1]
+        nats.append((logits.logsumexp(-1) - logits[int(text[i])]).item())
+        assert len(window) >= min(i, T - stride + 1)
+    loss = evaluate(net, text, block_size=T, batch_size=4, stride=stride)
+    assert loss == pytest.approx(sum(nats) / len(nats), abs=1e-12)
