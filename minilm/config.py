@@ -167,7 +167,7 @@ def overlay(config: dict[str, Any], command: Command) -> dict[str, Any]:
 def differences(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, value in a, value in b) wherever two configurations differ below `key`."""
     if isinstance(a, dict) and isinstance(b, dict):
-        for name in a.keys() | b.keys():
+        for name in sorted(a.keys() | b.keys()):  # _target_ comes first
             yield from differences(f"{key}.{name}", a.get(name), b.get(name))
     elif a != b:
         yield key, a, b

@@ -325,6 +325,7 @@ def import_model(path: str | Path, out: str | Path, progress: Progress = lambda 
     ask = Asked(source, theirs)
     sections = gpt2_sections(ask, weights) if family is GPT2 else llama_sections(ask, family)
     tokenizer = read_tokenizer(source, theirs, ask.number("vocab_size"))
+    sections["tokenizer"] = {"_target_": f"minilm.tokenizer.{type(tokenizer).__name__}"}
     with torch.device("meta"):
         model = build_model(sections, tokenizer.vocab_size)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -392,12 +393,10 @@ def sections_of(shape: dict[str, Any], attention: dict[str, Any], **others: dict
         "qk_norm": False,
         "dropout": 0.0,
     }
-    tokenizer = {"_target_": "minilm.tokenizer.Pretrained"}
     return {
         "model": model,
         "attention": mha | {"backend": "fused"} | attention,
         **others,
-        "tokenizer": tokenizer,
     }
 
 

@@ -86,9 +86,10 @@ def train(command: Command) -> Trainer:
 
     corpus = construct(settings, "data", Corpus)
     text = corpus.read()
+    begins = saved or source
     tokenizer = (
-        tokenizers.from_dict((saved or source).tokenizer)
-        if saved or source
+        tokenizers.from_dict(begins.tokenizer)
+        if begins
         else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
     )
     torch.manual_seed(options.seed)
