@@ -28,7 +28,7 @@ from minilm import files, tensors, tokenizer_files
 from minilm import tokenizer as tokenizers
 from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.masks import Causal, SlidingWindow
-from minilm.attention.positions import Learned, Rotary
+from minilm.attention.positions import Learned, Rotary, StretchedRotary
 from minilm.build import build_model, outline
 from minilm.errors import ConfigError
 from minilm.model import GPT, GPTConfig
@@ -209,7 +209,7 @@ def family_of(model: GPT, config: dict[str, Any]) -> Family:
     wanted, other = (
         ("learned", "rmsnorm goes with rope") if classic else ("rope", "layernorm goes with learned")
     )
-    if type(model.position) is not (Learned if classic else Rotary):
+    if not isinstance(model.position, Learned if classic else Rotary):
         raise refuse("position", f"with model.norm={c.norm} it must be position={wanted} ({other})")
     family: Family
     if classic:
@@ -286,11 +286,24 @@ def their_config(family: Family, model: GPT, tokenizer: Tokenizer) -> dict[str, 
         "hidden_act": "silu" if family.gated else ACTIVATIONS[c.mlp],
         "rms_norm_eps": EPS if c.norm_eps is None else c.norm_eps,
         "rope_theta": model.position.base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.position.base},
+        "rope_parameters": their_rope(model.position),
         "attention_bias": c.bias,
         "mlp_bias": c.bias,
         "attention_dropout": layer.dropout,
     }  # fmt: skip
+
+
+def their_rope(position: Rotary) -> dict[str, Any]:
+    if not isinstance(position, StretchedRotary):
+        return {"rope_type": "default", "rope_theta": position.base}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": position.base,
+        "factor": position.factor,
+        "low_freq_factor": position.low_turns,
+        "high_freq_factor": position.high_turns,
+        "original_max_position_embeddings": position.original_block_size,
+    }
 
 
 def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
@@ -469,7 +482,7 @@ def llama_sections(ask: Asked, family: Family) -> dict[str, Any]:
         shape,
         {"qk_norm": family.qk_norm, "dropout": ask.real("attention_dropout", 0.0)},
         mask={"_target_": f"minilm.attention.masks.{mask}"} | ({} if window is None else {"window": window}),
-        position={"_target_": "minilm.attention.positions.Rotary", "base": rope_base(ask, family)},
+        position=our_rope(ask, family),
     )
 
 
@@ -485,16 +498,29 @@ def biased_projections(ask: Asked, family: Family) -> tuple[str, ...]:
     return tuple(name for name in all_projections(family) if has[name.partition(".")[0]])
 
 
-def rope_base(ask: Asked, family: Family) -> float:
-    """The base of the rotary angles: transformers 5 keeps it in rope_parameters, 4 beside rope_scaling."""
+def our_rope(ask: Asked, family: Family) -> dict[str, Any]:
+    """The section position. transformers 5 keeps all of it in rope_parameters, 4 in rope_scaling and rope_theta."""
     key = next((key for key in ("rope_parameters", "rope_scaling") if ask.config.get(key) is not None), None)
     given = ask.config[key] if key else {}
-    if not isinstance(given, dict) or given.get("rope_type", given.get("type", "default")) != "default":
-        raise ask.wrong(str(key), "the plain rotary positions, of rope_type default")
-    base = given.get("rope_theta", ask.config.get("rope_theta", family.rope_base))
-    if type(base) not in (int, float):
-        raise ask.wrong("rope_theta", "a number")
-    return float(base)
+    kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
+    if kind not in ("default", "llama3"):
+        raise ask.wrong(str(key), "rotary positions of rope_type default or llama3")
+    inner = Asked(ask.source, {"rope_theta": ask.config.get("rope_theta")} | given)
+    plain = {
+        "_target_": "minilm.attention.positions.Rotary",
+        "base": inner.real("rope_theta", family.rope_base),
+    }
+    if kind == "default":
+        return plain
+    return plain | {
+        "_target_": "minilm.attention.positions.StretchedRotary",
+        "factor": inner.real("factor", 8.0),
+        "low_turns": inner.real("low_freq_factor", 1.0),
+        "high_turns": inner.real("high_freq_factor", 4.0),
+        "original_block_size": inner.number(
+            "original_max_position_embeddings", ask.number("max_position_embeddings")
+        ),
+    }
 
 
 def reader(

@@ -55,6 +55,9 @@ EXPORTS = {
         {"mlp": "swiglu", "bias": True, "tie_embeddings": True, "norm_eps": 1e-2, "mlp_width": 9},
         *({"qk_norm": False}, "causal", "rope"),
     ),
+    "stretched": (
+        *("LlamaForCausalLM", {"mlp": "swiglu", "block_size": 64}, {"qk_norm": False}, "causal", "rope_stretched"),
+    ),
     "swiglu with qk_norm": ("Qwen3ForCausalLM", {"mlp": "swiglu", "n_kv_head": 2}, {}, "causal", "rope"),
     "sliding": ("MistralForCausalLM", {"mlp": "swiglu"}, {"qk_norm": False}, "sliding", "rope"),
 }  # fmt: skip
@@ -66,7 +69,8 @@ def save(folder, tokenizer, model=(), attention=(), mask="causal", position="rop
         "model": choice("model", "micro") | SHAPE | dict(model),
         "attention": choice("attention", "mha") | dict(attention),
         "mask": choice("mask", mask) | ({"window": 5} if mask == "sliding" else {}),
-        "position": choice("position", position),
+        "position": choice("position", position)
+        | ({"original_block_size": 24} if "stre" in position else {}),
         "tokenizer": {"_target_": "minilm.tokenizer.Char"},
     }
     torch.manual_seed(0)
@@ -219,6 +223,12 @@ IMPORTS = {
         tie_word_embeddings=True, rms_norm_eps=1e-2, attention_bias=True, num_key_value_heads=1,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     ),
+    "llama 3": lambda: llama(
+        rope_parameters={
+            **{"rope_type": "llama3", "rope_theta": 1000.0, "factor": 4.0, "low_freq_factor": 1.0},
+            **{"high_freq_factor": 4.0, "original_max_position_embeddings": 24},
+        }
+    ),
     "mistral": lambda: llama("Mistral", sliding_window=7),
     "mistral without a window": lambda: llama("Mistral", sliding_window=None),
     "qwen2": lambda: llama("Qwen2", use_sliding_window=False),
@@ -284,9 +294,7 @@ def lose(folder):
 BAD = {
     "model_type=bert is not known; expected one of gpt2": lambda f: change(f, model_type="bert"),
     'hidden_act="gelu": expected one of silu': lambda f: change(f, hidden_act="gelu"),
-    'rope_parameters=.*"yarn".*: expected the plain': lambda f: change(
-        f, rope_parameters={"rope_type": "yarn"}
-    ),
+    'rope_parameters=.*"yarn".*: expected rotary': lambda f: change(f, rope_parameters={"rope_type": "yarn"}),
     "head_dim=16: expected hidden_size / num_attention_heads = 8": lambda f: change(f, head_dim=16),
     "hidden_size=null: expected a positive whole number": lambda f: change(f, hidden_size=None),
     "has the shape .* config.json calls for": lambda f: change(f, intermediate_size=80),

@@ -32,7 +32,7 @@ TRAIN = {
     "--config-dir {files} recipe=choice": "position=ropee: did you mean rope?",
     "--config-dir {files} recipe=torn": 'recipe/torn.yaml", line 2',
     # choices
-    "position=ropee": "position=ropee: did you mean rope? expected one of alibi, learned, none, rope, sinusoidal",
+    "position=ropee": "position=ropee: did you mean rope? expected one of alibi, learned, none, rope, rope_str",
     "mask=null": "mask=null: expected one of causal, none",
     "data=my.txt": "data=my.txt: expected one of file, ",
     "mask._target_=os.system": "mask._target_=os.system: expected a Mask of minilm",
@@ -63,6 +63,14 @@ TRAIN = {
     "resume=auto": "resume=auto looks for checkpoints in out_dir: name it",
     "resume={run} model.n_layer=2": "model.n_layer=2: the run to resume has 1, and a resumed run cannot change it",
     "resume={files}/damaged": "model.safetensors is damaged",
+    "init_from=nowhere": "no checkpoint at nowhere: there is no such folder",
+    "init_from={files}/damaged": "model.safetensors is damaged",
+    "init_from={run} model.n_embd=32": "has 16, and its weights fit nothing else; leave it out",
+    "init_from={run} resume={run}": "a resumed run goes on from its own checkpoint",
+    "tokenizer=file tokenizer.path=nowhere": "tokenizer.path=nowhere: nowhere cannot be read (No such file",
+    # trackers
+    "wandb.mode=onlin": "wandb.mode=onlin: expected disabled or offline or online",
+    "tensorboard=2": "tensorboard=2: expected true or false",
     # machines
     "device=cuda:99": "device=cuda:99: this machine has",
     "precision=fp16": "precision=fp16 needs a CUDA device, this is cpu",

@@ -57,7 +57,7 @@ class Sinusoidal(Position):
         self.base = base
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
-        cos, sin = _angles(pos, x.shape[-1], self.base)
+        cos, sin = _angles(pos, _frequencies(x.shape[-1], self.base, pos))
         return x + torch.stack((sin, cos), dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -96,12 +96,50 @@ class Rotary(Position):
             raise ConfigError(f"position.base={base}: the longest wavelength must exceed 1, 10000 is usual")
         self.base = base
 
+    def frequencies(self, head_dim: int, like: Tensor) -> Tensor:
+        """Radians a position, (D/2,)"""
+        return _frequencies(head_dim, self.base, like)
+
     def rotation(self, pos: Tensor, head_dim: int, dtype: torch.dtype) -> Rotation:
-        cos, sin = _angles(pos, head_dim, self.base)  # (…, T, D/2)
+        cos, sin = _angles(pos, self.frequencies(head_dim, pos))  # (…, T, D/2)
         if pos.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # a row's own positions, the same for its heads
         dtype = at_least_float32(dtype)  # rounded to bf16, an angle's sine is off by up to 0.2 %
         return cos.to(dtype), sin.to(dtype)
+
+
+class StretchedRotary(Rotary):
+    """Rotary for a longer context than a model was trained on, as in Llama 3.1 (Grattafiori et al. 2024, sec. 3.4.1).
+
+    A pair of channels that turns less than low_turns times in original_block_size tokens turns `factor` times slower,
+    one that turns more than high_turns times as before, and between the two the frequency is blended.
+    """
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        base: float = 500000.0,
+        factor: float = 8.0,
+        low_turns: float = 1.0,
+        high_turns: float = 4.0,
+        original_block_size: int = 8192,
+    ) -> None:
+        super().__init__(head_dim=head_dim, base=base)
+        if factor < 1 or not 0 < low_turns < high_turns or original_block_size < 1:
+            raise ConfigError(
+                f"position.factor={factor}, position.low_turns={low_turns}, position.high_turns={high_turns}, "
+                f"position.original_block_size={original_block_size}: a factor of 1 or more, low_turns "
+                "above 0 and below high_turns, and a positive number of tokens"
+            )
+        self.factor, self.low_turns, self.high_turns = factor, low_turns, high_turns
+        self.original_block_size = original_block_size
+
+    def frequencies(self, head_dim: int, like: Tensor) -> Tensor:
+        plain = super().frequencies(head_dim, like)
+        turns = plain * (self.original_block_size / (2 * math.pi))
+        share = ((turns - self.low_turns) / (self.high_turns - self.low_turns)).clamp(0, 1)
+        return plain * (share + (1 - share) / self.factor)
 
 
 class Alibi(Position):
@@ -133,13 +171,17 @@ def rotate(x: Tensor, rotation: Rotation | None) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def _angles(pos: Tensor, width: int, base: float) -> Rotation:
-    """Cosines and sines of pos · base^(−2i/width), (…, T) -> (…, T, width/2) each.
+def _frequencies(width: int, base: float, like: Tensor) -> Tensor:
+    """base^(−2i/width), (width/2,), on the device of `like`."""
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64  # mps has no float64
+    return base ** -(torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
+
+
+def _angles(pos: Tensor, frequencies: Tensor) -> Rotation:
+    """Cosines and sines of pos · frequency, (…, T) and (F,) -> (…, T, F) each.
 
     Made afresh in at least float32, never stored in the model: a table that is cast down to bf16 with the
     weights puts distant positions on the wrong angle.
     """
-    dtype = torch.float32 if pos.device.type == "mps" else torch.float64  # mps has no float64
-    exponent = torch.arange(0, width, 2, device=pos.device, dtype=dtype) / width
-    angle = pos.to(dtype).unsqueeze(-1) * base**-exponent
+    angle = pos.to(frequencies.dtype).unsqueeze(-1) * frequencies
     return angle.cos(), angle.sin()

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from minilm.attention.positions import Alibi, Learned, NoPosition, Position, Rotary, Sinusoidal, rotate
+from minilm.attention.positions import (
+    Alibi,
+    Learned,
+    NoPosition,
+    Position,
+    Rotary,
+    Sinusoidal,
+    StretchedRotary,
+    rotate,
+)
 from minilm.errors import ConfigError
 
 from .naive import SLOPES, turn
@@ -141,3 +150,25 @@ def test_positions_that_cannot_be_are_refused():
         Rotary(head_dim=4, base=1)
     with pytest.raises(ConfigError, match=r"model\.n_embd=5: .*even"):
         Sinusoidal(n_embd=5)
+
+
+# ---- a stretched context ----
+
+
+def test_slow_pairs_turn_slower_fast_ones_as_before_and_those_between_in_proportion():
+    # base 4: pairs turn 4⁰, 4⁻¹, 4⁻², 4⁻³ radians a position, so 8, 2, 1/2 and 1/8 times in 16π tokens, about 50
+    stretched = StretchedRotary(
+        head_dim=8, base=4, factor=10, low_turns=0.5, high_turns=3.5, original_block_size=50
+    )
+    found = stretched.frequencies(8, torch.arange(3)).tolist()
+    turns = 50 / (2 * math.pi) / 4
+    share = (turns - 0.5) / 3
+    assert found == pytest.approx([1, (share + (1 - share) / 10) / 4, 1 / 160, 1 / 640], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "said", [{"factor": 0.5}, {"low_turns": 4.0}, {"low_turns": 0.0}, {"original_block_size": 0}], ids=str
+)
+def test_a_stretch_that_is_none_is_refused(said):
+    with pytest.raises(ConfigError, match=r"position\.factor=.*: a factor of 1 or more"):
+        StretchedRotary(head_dim=8, **said)
