@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm.attention import Causal, Full, MultiHeadAttention, Prefix
@@ -28,6 +28,7 @@ def tokens(n, seed=0):
     return np.random.default_rng(seed).integers(0, V, n).astype(np.uint8)
 
 
+@settings(deadline=None)  # a busy machine
 @given(st.integers(2, 200), st.integers(1, 12), st.integers(1, 9))
 def test_each_token_but_the_first_is_a_target_once_and_in_order(n, block_size, batch_size):
     text = np.arange(n, dtype=np.uint16)
@@ -90,6 +91,7 @@ def test_losses_are_made_in_at_least_float32(dtype, sums):
 # ---- overlapping windows ----
 
 
+@settings(deadline=None)
 @given(st.integers(2, 120), st.integers(1, 12), st.integers(1, 9), st.data())
 def test_with_overlap_each_token_is_still_a_target_once_and_in_order(n, block_size, batch_size, data):
     stride = data.draw(st.integers(1, block_size))
