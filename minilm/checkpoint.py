@@ -303,13 +303,12 @@ def damage(folder: Path, names: Iterable[str]) -> str | None:
     """What is wrong with the files of a checkpoint, or None."""
     try:
         sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
-        if absent := [name for name in names if name not in sums]:
-            return f"{absent[0]} is missing"
         wanted = {name: (sums[name]["size"], sums[name]["sha256"]) for name in names}
     except FileNotFoundError:
         return f"{SUMS} is missing"
     except (ValueError, LookupError, TypeError):
-        return f"{SUMS} is damaged"
+        absent = next((name for name in names if not (folder / name).is_file()), None)
+        return f"{absent} is missing" if absent else f"{SUMS} is damaged"
     for name, (size, sha256) in wanted.items():
         file = folder / name
         if not file.is_file():
