@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from minilm import files
+from minilm.errors import ConfigError
 from minilm.files import sha256_of, write_atomic
 
 FAULTS = [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
@@ -61,3 +63,40 @@ def test_the_old_file_stays_whole_until_the_new_one_is(tmp_path):
 
     write_atomic(path, write)
     assert path.read_text() == "after"
+
+
+# ---- folders ----
+
+
+def test_a_new_folder_is_there_when_it_is_whole(tmp_path):
+    with files.new_folder(tmp_path / "a" / "new") as folder:
+        (folder / "x").write_text("1")
+        assert not (tmp_path / "a" / "new").exists()
+    assert (tmp_path / "a" / "new" / "x").read_text() == "1"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["new"]
+
+
+def test_a_new_folder_that_fails_leaves_nothing(tmp_path):
+    def fail():
+        with files.new_folder(tmp_path / "new") as folder:
+            (folder / "x").write_text("1")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_may_be_filled_and_one_with_something_in_it_not(tmp_path):
+    with files.new_folder(tmp_path / "new"):
+        pass
+    with files.new_folder(tmp_path / "new") as folder:
+        (folder / "x").write_text("1")
+    with pytest.raises(ConfigError, match=r"out=.*new is there already"), files.new_folder(tmp_path / "new"):
+        pass
+    assert (tmp_path / "new" / "x").read_text() == "1"
+    with (
+        pytest.raises(ConfigError, match=r"out=.*cannot be made"),
+        files.new_folder(tmp_path / "new" / "x" / "y"),
+    ):
+        pass
