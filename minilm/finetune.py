@@ -10,7 +10,7 @@ from minilm.config import Command, differences, overlay
 from minilm.errors import ConfigError
 
 #: what comes with the weights
-SECTIONS = ("model", "attention", "mask", "position", "tokenizer")
+SECTIONS = ("model", "embedding", "attention", "mask", "position", "tokenizer")
 
 #: what may be said otherwise all the same: no weight depends on it
 MAY_CHANGE = (

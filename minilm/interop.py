@@ -30,6 +30,7 @@ from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.masks import Causal, SlidingWindow
 from minilm.attention.positions import Learned, Rotary, StretchedRotary
 from minilm.build import build_model, outline
+from minilm.embedding import TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
@@ -205,6 +206,10 @@ def family_of(model: GPT, config: dict[str, Any]) -> Family:
 
     if not isinstance(layer, MultiHeadAttention):
         raise refuse("attention", "attention=mha has")
+    if type(model.embedding) is not TokenEmbedding:
+        raise refuse("embedding", "embedding=token has")
+    if c.mlp == "none":
+        raise refuse("model.mlp", "any other has")
     classic, qk_norm = c.norm == "layernorm", isinstance(layer.q_norm, nn.RMSNorm)
     wanted, other = (
         ("learned", "rmsnorm goes with rope") if classic else ("rope", "layernorm goes with learned")
@@ -408,6 +413,7 @@ def sections_of(shape: dict[str, Any], attention: dict[str, Any], **others: dict
     }
     return {
         "model": model,
+        "embedding": {"_target_": "minilm.embedding.TokenEmbedding"},
         "attention": mha | {"backend": "fused"} | attention,
         **others,
     }

@@ -38,7 +38,7 @@ def test_a_run_begins_with_the_weights_the_shape_and_the_tokenizer_of_another(fi
     assert (first.step, second.step) == (4, 0)
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
     assert second.tokenizer == first.tokenizer
-    for section in ("model", "attention", "mask", "position", "tokenizer"):
+    for section in ("model", "embedding", "attention", "mask", "position", "tokenizer"):
         assert second.config[section] == first.config[section]
     assert trainer.model.config.n_embd == 16
     written = yaml.safe_load((here / "second" / "config.yaml").read_text())

@@ -67,6 +67,7 @@ def save(folder, tokenizer, model=(), attention=(), mask="causal", position="rop
     """A checkpoint of random weights, far from their initial size, so that every part of the model counts."""
     config = {
         "model": choice("model", "micro") | SHAPE | dict(model),
+        "embedding": choice("embedding", "token"),
         "attention": choice("attention", "mha") | dict(attention),
         "mask": choice("mask", mask) | ({"window": 5} if mask == "sliding" else {}),
         "position": choice("position", position)
@@ -162,6 +163,7 @@ REFUSED = {
     "to=hf: position=alibi has no counterpart": ({}, {}, "causal", "alibi"),
     "to=hf: position=learned has no counterpart .* position=rope": ({}, {}, "causal", "learned"),
     "position=rotary has no counterpart .* position=learned": ({"norm": "layernorm"}, {}, "causal", "rope"),
+    "model.mlp=none has no counterpart": ({"mlp": "none"}, {}, "causal", "rope"),
     "mask=prefix has no counterpart": ({}, {}, "prefix", "rope"),
     "mask=full has no counterpart": ({}, {}, "none", "rope"),
     "mask=sliding_window has no counterpart": ({}, {}, "sliding", "rope"),
@@ -193,6 +195,19 @@ def test_linear_attention_has_no_counterpart(tmp_path):
     checkpoint.save(tmp_path / "l", 1, weights=weights, state={}, config=config, tokenizer=Byte().to_dict())
     with pytest.raises(ConfigError, match=r"attention=linear_attention has no counterpart .* attention=mha"):
         export(tmp_path / "l", tmp_path / "hf")
+
+
+def test_vectors_of_histories_have_no_counterpart(tmp_path):
+    tokenizer, config = Byte(), checkpoint.load(save(tmp_path / "run", Byte()), state=False).config
+    config |= {"embedding": choice("embedding", "ngram")}
+    weights = build_model(config, 256).state_dict()
+    checkpoint.save(
+        tmp_path / "n", 1, weights=weights, state={}, config=config, tokenizer=tokenizer.to_dict()
+    )
+    with pytest.raises(
+        ConfigError, match=r"embedding=ngram_embedding has no counterpart .* embedding=token has"
+    ):
+        export(tmp_path / "n", tmp_path / "hf")
 
 
 # ---- from Hugging Face ----
