@@ -77,12 +77,12 @@ class Cost:
 
     @property
     def mlp(self) -> MLP:
-        width = self.model.n_embd
+        width, said = self.model.n_embd, self.model.n_inner
         if self.model.mlp == "none":
             return MLP(matrices=0, hidden=0, kept=0)
         if self.model.mlp == "swiglu":
-            return MLP(matrices=3, hidden=-(-8 * width // 3 // 8) * 8, kept=4)
-        return MLP(matrices=2, hidden=4 * width, kept=2)
+            return MLP(matrices=3, hidden=said or -(-8 * width // 3 // 8) * 8, kept=4)
+        return MLP(matrices=2, hidden=said or 4 * width, kept=2)
 
     def matrices(self) -> dict[str, int]:
         """Numbers in the matrices inside the blocks, by part."""
@@ -150,7 +150,7 @@ class Cost:
             return 0
         width, mlp = self.model.n_embd, self.mlp
         shapes = [(width, width)] * 2 + [(self.kv_width, width)] * 2 + [(width, mlp.hidden)] * mlp.matrices
-        return self.model.n_layer * MUON_STEPS * sum(2 * a * a * (2 * b + a) for a, b in shapes)
+        return self.model.n_layer * MUON_STEPS * sum(2 * a * a * (2 * b + a) for a, b in map(sorted, shapes))
 
     def cache_bytes(self, context: int, batch: int = 1, element: int = FLOAT32) -> int:
         """Of a cache for `context` tokens: their keys and values, or the last ones' where the mask reaches no farther.

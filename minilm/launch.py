@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import yaml
@@ -17,7 +17,7 @@ from minilm import tokenizer as tokenizers
 from minilm.build import build_model, check, construct, load_weights
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command
-from minilm.data import ROOT, Corpus, prepare
+from minilm.data import ROOT, Corpus, TokenData, prepare
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.optim import Optim, load_states
@@ -61,34 +61,60 @@ class RunConfig:
                 raise ConfigError(f"{key} is empty: expected the name of a folder")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, but for the model and the tokens."""
+
+    options: RunConfig
+    train: TrainConfig
+    schedule: Schedule
+    optim: Optim
+    wandb: dict[str, Any]
+    device: torch.device
+    precision: str
+    corpus: Corpus
+    text: str
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], saved: Checkpoint | None = None) -> Self:
+        """All of it checked and built. Raises ConfigError, and writes nothing."""
+        options = _options(settings)
+        train = TrainConfig(**check(TrainConfig, settings["train"], "train"))
+        schedule = construct(settings, "schedule", Schedule)
+        schedule.check(train.max_steps)
+        optim = construct(settings, "optim", Optim)
+        wandb = check(start_wandb, settings["wandb"], "wandb")
+        device = resolve_device(options.device)
+        precision = resolve_precision(options.precision, device)
+        set_threads(options.threads)
+        corpus = construct(settings, "data", Corpus)
+        text = corpus.read()
+        tokenizer = (
+            tokenizers.from_dict(saved.tokenizer)
+            if saved
+            else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
+        )
+        return cls(options, train, schedule, optim, wandb, device, precision, corpus, text, tokenizer)
+
+    def tokens(self, block_size: int) -> TokenData:
+        """The text as tokens. Raises ConfigError where it is too short, or a sample could not begin."""
+        data = prepare(self.corpus, self.text, self.tokenizer, ROOT / "data" / "cache")
+        data.check(block_size)
+        sample_prompt(self.train.sample_prompt, self.tokenizer, data)  # an unknown character is refused now
+        return data
+
+
 def train(command: Command) -> Trainer:
     """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
     _options(command.config)
     saved = _find_resumed(command)
     settings = _merge(saved, command) if saved else command.config
-    options = _options(settings)
-    config = TrainConfig(**check(TrainConfig, settings["train"], "train"))
-    schedule = construct(settings, "schedule", Schedule)
-    schedule.check(config.max_steps)
-    optim = construct(settings, "optim", Optim)
-    wandb = check(start_wandb, settings["wandb"], "wandb")
-    device = resolve_device(options.device)
-    precision = resolve_precision(options.precision, device)
-    set_threads(options.threads)
-
-    corpus = construct(settings, "data", Corpus)
-    text = corpus.read()
-    tokenizer = (
-        tokenizers.from_dict(saved.tokenizer)
-        if saved
-        else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
-    )
-    torch.manual_seed(options.seed)
-    model = build_model(settings, tokenizer.vocab_size).to(device)
-    data = prepare(corpus, text, tokenizer, ROOT / "data" / "cache")
-    data.check(model.config.block_size)
-    sample_prompt(config.sample_prompt, tokenizer, data)  # refused now if it holds an unknown character
-    optimizers, forward = optim.build(model), compile_model(model, options.compile)
+    parts = Parts.of(settings, saved)
+    torch.manual_seed(parts.options.seed)
+    model = build_model(settings, parts.tokenizer.vocab_size).to(parts.device)
+    data = parts.tokens(model.config.block_size)
+    optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
     if saved:
         if saved.state["source"] != data.source:
             raise ConfigError("data: the text is not the one that the run to resume was trained on")
@@ -98,21 +124,21 @@ def train(command: Command) -> Trainer:
     run = _folder_of(saved, command) if saved else _new_folder(command)
     settings = settings | {"out_dir": str(run), "resume": None}
     run_id = saved.state["wandb_run_id"] if saved else None
-    writer = start_wandb(**wandb, config=settings, run_dir=run, run_id=run_id)
+    writer = start_wandb(**parts.wandb, config=settings, run_dir=run, run_id=run_id)
     write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     _point_latest(run)
     trainer = Trainer(
         model,
         forward=forward,
-        tokenizer=tokenizer,
+        tokenizer=parts.tokenizer,
         data=data,
         optimizers=optimizers,
-        schedule=schedule,
-        config=config,
+        schedule=parts.schedule,
+        config=parts.train,
         run=run,
         settings=settings,
-        seed=options.seed,
-        precision=precision,
+        seed=parts.options.seed,
+        precision=parts.precision,
         writer=writer,
     )
     if saved:
@@ -155,7 +181,7 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section not in MAY_CHANGE:
-            key, old, new = next(_differences(section, then, now))
+            key, old, new = next(differences(section, then, now))
             raise ConfigError(f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it")
     return merged
 
@@ -171,10 +197,11 @@ def _overlay(config: dict[str, Any], command: Command) -> dict[str, Any]:
     return merged
 
 
-def _differences(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+def differences(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The keys in which two configurations differ, below `key`, with both values."""
     if isinstance(a, dict) and isinstance(b, dict):
-        for name in a.keys() | b.keys():
-            yield from _differences(f"{key}.{name}", a.get(name), b.get(name))
+        for name in sorted(a.keys() | b.keys()):
+            yield from differences(f"{key}.{name}", a.get(name), b.get(name))
     elif a != b:
         yield key, a, b
 

@@ -13,12 +13,13 @@ from minilm.errors import ConfigError
 
 
 class GeluMLP(nn.Module):
-    """Widen four times, GELU, narrow (Hendrycks & Gimpel 2016; Radford et al. 2019)."""
+    """Widen four times or to n_inner, GELU, narrow (Hendrycks & Gimpel 2016; Radford et al. 2019)."""
 
-    def __init__(self, n_embd: int, bias: bool) -> None:
+    def __init__(self, n_embd: int, bias: bool, n_inner: int | None = None) -> None:
         super().__init__()
-        self.up = nn.Linear(n_embd, 4 * n_embd, bias=bias)
-        self.out = nn.Linear(4 * n_embd, n_embd, bias=bias)
+        n_inner = n_inner or 4 * n_embd
+        self.up = nn.Linear(n_embd, n_inner, bias=bias)
+        self.out = nn.Linear(n_inner, n_embd, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.gelu(self.up(x)))
@@ -34,12 +35,12 @@ class ReluSquaredMLP(GeluMLP):
 class SwigluMLP(nn.Module):
     """A gated layer, 8/3 as wide so that it costs what the others do (Shazeer 2020)."""
 
-    def __init__(self, n_embd: int, bias: bool) -> None:
+    def __init__(self, n_embd: int, bias: bool, n_inner: int | None = None) -> None:
         super().__init__()
-        hidden = -(-8 * n_embd // 3 // 8) * 8  # a multiple of 8, for the hardware
-        self.gate = nn.Linear(n_embd, hidden, bias=bias)
-        self.up = nn.Linear(n_embd, hidden, bias=bias)
-        self.out = nn.Linear(hidden, n_embd, bias=bias)
+        n_inner = n_inner or -(-8 * n_embd // 3 // 8) * 8  # a multiple of 8, for the hardware
+        self.gate = nn.Linear(n_embd, n_inner, bias=bias)
+        self.up = nn.Linear(n_embd, n_inner, bias=bias)
+        self.out = nn.Linear(n_inner, n_embd, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.silu(self.gate(x)) * self.up(x))
@@ -48,14 +49,14 @@ class SwigluMLP(nn.Module):
 class NoMLP(nn.Module):
     """None: a model of attention alone (Elhage et al. 2021)."""
 
-    def __init__(self, n_embd: int, bias: bool) -> None:
+    def __init__(self, n_embd: int, bias: bool, n_inner: int | None = None) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
 
-MLPS: dict[str, Callable[[int, bool], nn.Module]] = {
+MLPS: dict[str, Callable[[int, bool, int | None], nn.Module]] = {
     "gelu": GeluMLP,
     "relu2": ReluSquaredMLP,
     "swiglu": SwigluMLP,

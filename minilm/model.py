@@ -27,8 +27,8 @@ class GPTConfig:
 
     Classic (GPT-2): norm=layernorm, mlp=gelu, tie_embeddings, with position=learned. Modern: norm=rmsnorm,
     mlp=relu2 or swiglu, with position=rope and attention.qk_norm.
-    n_kv_head: None is n_head. bias: on every linear layer and LayerNorm. dropout: on embeddings and on what
-    each half-block adds.
+    n_kv_head: None is n_head. n_inner: width inside the feed-forward layers, None for the usual one. bias: on every
+    linear layer and LayerNorm. dropout: on embeddings and on what each half-block adds.
     """
 
     vocab_size: int
@@ -39,6 +39,7 @@ class GPTConfig:
     n_embd: int = 128
     norm: str = "rmsnorm"
     mlp: str = "relu2"
+    n_inner: int | None = None
     bias: bool = False
     dropout: float = 0.0
     tie_embeddings: bool = False
@@ -50,6 +51,10 @@ class GPTConfig:
         if self.n_kv_head is not None and self.n_kv_head < 1:
             raise ConfigError(
                 f"model.n_kv_head={self.n_kv_head}: a positive whole number, or null for n_head"
+            )
+        if self.n_inner is not None and self.n_inner < 1:
+            raise ConfigError(
+                f"model.n_inner={self.n_inner}: a positive whole number, or null for the usual width"
             )
         check_heads(self.n_embd, self.n_head, self.n_kv_head or self.n_head)
         check_dropout("model.dropout", self.dropout)
@@ -69,7 +74,7 @@ class Block(nn.Module):
         self.norm_1 = NORMS[config.norm](config.n_embd, config.bias)
         self.attention = attention
         self.norm_2 = NORMS[config.norm](config.n_embd, config.bias)
-        self.mlp = MLPS[config.mlp](config.n_embd, config.bias)
+        self.mlp = MLPS[config.mlp](config.n_embd, config.bias, config.n_inner)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, frame: Frame, cache=None) -> Tensor:

@@ -33,11 +33,13 @@ FORMULAS = {
 }
 
 
+@pytest.mark.parametrize("n_inner", [None, 7])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", MLPS)
-def test_a_feed_forward_layer_is_its_formula(name, bias):
+def test_a_feed_forward_layer_is_its_formula(name, bias, n_inner):
     torch.manual_seed(0)
-    mlp = MLPS[name](C, bias).double()
+    mlp = MLPS[name](C, bias, n_inner).double()
+    assert mlp.up.out_features == n_inner or n_inner is None
     x = torch.randn(2, 5, C, dtype=torch.float64)
     np.testing.assert_allclose(mlp(x).detach().numpy(), FORMULAS[name](mlp, x.numpy()), atol=1e-12)
 
