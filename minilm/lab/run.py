@@ -4,8 +4,10 @@ import importlib
 import sys
 from pathlib import Path
 
+from minilm.bench.report import print_table
 from minilm.config import Command
 from minilm.errors import ConfigError
+from minilm.lab.findings import Findings
 from minilm.lab.jobs import launch
 from minilm.lab.live import Live
 from minilm.lab.study import plan
@@ -20,7 +22,7 @@ def ablate(command: Command) -> bool:
             importlib.import_module(package)
         except ImportError:
             raise ConfigError(f"the lab needs {package}: pip install -e '.[lab]'") from None
-    from minilm.lab.report import write
+    from minilm.lab.report import outcome, write
 
     study = plan(command)
     print(f"{study.config.question}\n")
@@ -31,8 +33,13 @@ def ablate(command: Command) -> bool:
     study.save()
     with Live(study) as live:
         launch(study)
-    paths = write(study, live.results)
-    print((study.folder / "summary.txt").read_text(encoding="utf-8"))
+    findings = Findings(study, live.results)
+    paths = write(findings)
+    print()
+    print_table(outcome(findings), sys.stdout)
+    for remark in findings.remarks():
+        print(remark)
+    print()
     here = Path.cwd()
     for path in paths:
         print(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -263,8 +263,8 @@ def _matched(variant: Variant, base: Variant, what: str, seed: int, chosen: list
         width = max(1, round(1 + (wanted - least) / (more - least)))
         if abs(price(cost, width) / wanted - 1) > TOLERANCE:
             raise ConfigError(
-                f"variant {variant.name}: study.match={what} finds no model.n_inner: with 1 it has {least:,.0f} {unit}, "
-                f"{base.name} has {wanted:,.0f}; compare variants that are nearer"
+                f"variant {variant.name}: study.match={what} finds no model.n_inner: with 1 it has {least:,.0f} "
+                f"{unit}, {base.name} has {wanted:,.0f}; compare variants that are nearer"
             )
         variant = _again(variant, f"model.n_inner={width}", seed)
     cost = variant.cost.setting.cost
