@@ -38,7 +38,7 @@ HEALTH = {
 }
 
 
-def draw(name: str, paint: Callable[[Any], None], *, width: float = 4.6, height: float = 3.4) -> str:
+def draw(name: str, paint: Callable[[Any], None], *, width: float = 4.2, height: float = 3.2) -> str:
     """The SVG of what `paint` draws into a figure of so many inches; the same for the same numbers."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -167,7 +167,7 @@ def _log_axis(axes: Any) -> None:
     low, high = axes.dataLim.intervaly
     if low > 0:
         axes.set_yscale("log")
-        subs = (1.0, 2.0, 5.0) if high / low > 4 else tuple(np.arange(1, 10, 0.5 if high / low < 1.6 else 1))
+        subs = (1.0, 2.0, 3.0, 5.0) if high / low > 4 else tuple(np.arange(1, 10, 0.5 if high / low < 1.6 else 1))
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -55,7 +55,8 @@ def write(findings: Findings) -> list[Path]:
     view = {
         "study": findings.study,
         "findings": findings,
-        "sections": [section for section in sections(findings) if section.table.rows],
+        "answers": with_rows(Section(outcome(findings)), Section(predictions(findings))),
+        "details": with_rows(*details(findings)),
         "figures": figures,
         "inline": {name: charts.themed(svg) for name, (_, svg) in figures.items()},
         "colors": {row.variant.name: f"--v{i % len(charts.PALETTE)}" for i, row in enumerate(findings.rows)},
@@ -75,10 +76,13 @@ def write(findings: Findings) -> list[Path]:
 # ---- tables ----
 
 
-def sections(findings: Findings) -> list[Section]:
+def with_rows(*sections: Section) -> list[Section]:
+    return [section for section in sections if section.table.rows]
+
+
+def details(findings: Findings) -> list[Section]:
+    """What is to be known besides the answer."""
     return [
-        Section(outcome(findings)),
-        Section(predictions(findings)),
         Section(
             lengths(findings),
             "Means over seeds, on the same text: a longer window shows each token more of it.",
