@@ -167,7 +167,11 @@ def _log_axis(axes: Any) -> None:
     low, high = axes.dataLim.intervaly
     if low > 0:
         axes.set_yscale("log")
-        subs = (1.0, 2.0, 3.0, 5.0) if high / low > 4 else tuple(np.arange(1, 10, 0.5 if high / low < 1.6 else 1))
+        subs = (
+            (1.0, 2.0, 3.0, 5.0)
+            if high / low > 4
+            else tuple(np.arange(1, 10, 0.5 if high / low < 1.6 else 1))
+        )
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())

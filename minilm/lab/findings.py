@@ -169,7 +169,7 @@ class Findings:
                     point = (self._spent(record, row.variant), self.metric.of(record, row.variant))
                     by_step.setdefault(record["step"], []).append(point)
         whole = [points for _, points in sorted(by_step.items()) if len(points) == len(row.results)]
-        table = np.array(whole, dtype=float).reshape(len(whole), -1, 2)
+        table = np.array(whole, dtype=float).reshape(len(whole), len(row.results), 2)
         return table[..., 0].mean(axis=1) if len(whole) else np.empty(0), table[..., 1].T
 
     def _spent(self, record: dict[str, Any], variant: Variant) -> float:

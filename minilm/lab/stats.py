@@ -54,7 +54,7 @@ def mean(values: Sequence[float]) -> Mean:
     value = float(np.mean(values))
     if len(values) < 2:
         return Mean(value, math.nan, math.nan, len(values))
-    if np.ptp(values) == 0:  # no spread: scipy's interval is NaN
+    if _alike(values):  # scipy's interval is NaN
         return Mean(value, value, value, len(values))
     low, high = ttest_1samp(values, 0).confidence_interval(CONFIDENCE)
     return Mean(value, float(low), float(high), len(values))
@@ -74,7 +74,7 @@ def differences(
             continue
         if len(each) < 2:
             p = math.nan
-        elif np.ptp(each) == 0:  # no spread: runs that are alike, or differ by a constant
+        elif _alike(each):  # runs that are the same, or differ by a constant
             p = 0.0 if each[0] else 1.0
         else:
             p = float(ttest_1samp(each, 0).pvalue)
@@ -91,10 +91,15 @@ def differences(
     }
 
 
+def _alike(values: Sequence[float]) -> bool:
+    """Without a spread but for rounding."""
+    return bool(np.ptp(values) <= 1e-12 * np.max(np.abs(values)))
+
+
 def _effect(each: Sequence[float]) -> float:
     if len(each) < 2:
         return math.nan
     center, spread = float(np.mean(each)), float(np.std(each, ddof=1))
-    if np.ptp(each) == 0:
+    if _alike(each):
         return math.copysign(math.inf, center) if center else 0.0
     return center / spread
