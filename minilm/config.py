@@ -72,10 +72,13 @@ def script(
 
         def job(config: DictConfig) -> None:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                main(command(name, config))  # an error ends this job, not the sweep
+                main(asked_for(config))  # an error ends this job, not the sweep
             else:
                 with mistakes_in_one_line(name):
-                    main(replace(command(name, config), others=tuple(others)))
+                    main(asked_for(config))
+
+        def asked_for(config: DictConfig) -> Command:
+            return replace(command(name, config), others=tuple(others))
 
         def run() -> None:
             os.environ["HYDRA_FULL_ERROR"] = (

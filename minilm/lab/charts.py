@@ -80,7 +80,7 @@ def figures(findings: Findings) -> dict[str, tuple[str, str]]:
         caption = f"Difference from {base} in the {metric}: {what}. Left of zero is better."
         height = 1.1 + 0.42 * len(findings.compared)
         made["differences"] = (caption, draw("differences", _differences(findings), height=height))
-    if any(row.results for row in findings.rows):
+    if any(row.results and not row.apart for row in findings.rows):
         caption = f"Learning curves: the {metric}. Lines are means over seeds, {bands}."
         made["curves"] = (caption, draw("curves", _curves(findings), height=3.8))
     for name, label in HEALTH.items():
@@ -135,7 +135,7 @@ def _curves(findings: Findings) -> Callable[[Any], None]:
         shown = 0
         for row in findings.rows:
             x, values = findings.curve(row)
-            if not len(x):
+            if row.apart or not len(x):
                 continue
             shown += 1
             hue = color(findings, row)

@@ -31,8 +31,12 @@ def ablate(command: Command) -> bool:
     for line in study.chosen:
         print(f"  {line}")
     study.save()
-    with Live(study) as live:
-        launch(study)
+    try:
+        with Live(study) as live:
+            launch(study)
+    except (KeyboardInterrupt, SystemExit):
+        print("stopped: the same command goes on from here", file=sys.stderr)
+        raise
     findings = Findings(study, live.results)
     paths = write(findings)
     print()

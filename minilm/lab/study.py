@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,13 +165,13 @@ def plan(command: Command) -> Study:
     if len(config.variants) < 2:
         raise ConfigError("study: it has fewer than two variants; say study=NAME, or vary='KEY=[A,B]'")
     seeds = _seeds(config.seeds)
-    for word in command.others:
-        if command_line.key_of(word) in ("seed", "out_dir", "resume"):
-            raise ConfigError(f"{word}: a study sets it for each run; say seeds=[…] and out_dir=…")
     variants = []
     for name, own in config.variants.items():
         own = [own] if isinstance(own, str) else own
         words = [*config.base, *command.others, *own]
+        for word in words:
+            if command_line.key_of(word) in ("seed", "out_dir", "resume"):
+                raise ConfigError(f"{word}: a study sets it for each run; say seeds=[…] and out_dir=…")
         with _named(name):
             variants.append(_variant(name, own, words, seeds[0]))
     folders = [v.folder for v in variants]
@@ -277,34 +277,38 @@ def _budgeted(
     variants: list[Variant], budget: str, seed: int, folder: Path, chosen: list[str]
 ) -> list[Variant]:
     """The variants with steps enough to spend what the base spends in its own train.max_steps."""
+    base = variants[0]
     if budget == "seconds":
-        known = _measured_before(variants, folder)
-        if known is None:
-            steps = {v.name: TrainingStep(v.cost.setting) for v in variants}
-            per_step = median_seconds(steps, variants[0].cost.setting.device, repeats=9, budget=5)
-            known = {
-                v.name: _whole(variants[0].steps * per_step[variants[0].name] / per_step[v.name])
-                for v in variants
-            }
-        price: Callable[[Variant], float] = lambda v: variants[0].steps / known[v.name]  # noqa: E731
-    elif budget == "tokens":
-        price = lambda v: v.cost.tokens  # noqa: E731
+        steps = _timed_before(variants, folder) or _timed(variants)
     else:
-        price = lambda v: v.cost.flops  # noqa: E731
-    result = []
-    for v in variants:
-        steps = _whole(variants[0].steps * price(variants[0]) / price(v))
-        result.append(v if steps == v.steps else _again(v, f"train.max_steps={steps}", seed))
-        chosen.append(f"{v.name}: train.max_steps={steps}, for as many {UNITS[budget]} as {variants[0].name}")
-    return result
+        price: dict[str, float] = {
+            v.name: v.cost.tokens if budget == "tokens" else v.cost.flops for v in variants
+        }
+        steps = {v.name: _whole(base.steps * price[base.name] / price[v.name]) for v in variants}
+    chosen += [
+        f"{name}: train.max_steps={n}, for as many {UNITS[budget]} as {base.name}"
+        for name, n in steps.items()
+    ]
+    return [
+        v if steps[v.name] == v.steps else _again(v, f"train.max_steps={steps[v.name]}", seed)
+        for v in variants
+    ]
+
+
+def _timed(variants: list[Variant]) -> dict[str, int]:
+    """Steps that take as long as the base's, by real steps of each, timed in turn."""
+    base = variants[0]
+    cases = {v.name: TrainingStep(v.cost.setting) for v in variants}
+    seconds = median_seconds(cases, base.cost.setting.device, repeats=9, budget=5)
+    return {v.name: _whole(base.steps * seconds[base.name] / seconds[v.name]) for v in variants}
 
 
 def _whole(steps: float) -> int:
     return max(1, math.floor(steps + 0.5))
 
 
-def _measured_before(variants: list[Variant], folder: Path) -> dict[str, int] | None:
-    """The steps that an earlier start of this study measured, so that it goes on as it began."""
+def _timed_before(variants: list[Variant], folder: Path) -> dict[str, int] | None:
+    """The steps that an earlier start of this study found, so that it goes on as it began."""
     try:
         saved = yaml.safe_load((folder / "study.yaml").read_text(encoding="utf-8"))["variants"]
         steps = {}

@@ -93,6 +93,7 @@ def test_a_killed_study_ends_as_the_unbroken_one(whole, forked, tiny, tmp_path):
 def test_an_interrupt_stops_the_study_and_loses_nothing(forked, tiny, tmp_path):
     stopped = forked("ablate", *STUDY, *tiny, cwd=tmp_path, at="_update 5 1", send=[signal.SIGINT])
     assert stopped.status == 128 + signal.SIGINT
+    assert "the same command goes on" in stopped.err
     assert checkpoint.find(tmp_path / "study" / "sqrt" / "seed_1").name == "step_00000006"
     assert not (tmp_path / "study" / "none").exists()
     assert not (tmp_path / "study" / "sqrt" / "seed_1" / "failed.txt").exists()
