@@ -12,7 +12,7 @@ import numpy as np
 
 from minilm.lab.findings import Finding, Findings
 
-INK, LINE, FLOOR = "#5b6470", "#dfe3e8", "#2e7d32"
+INK, LINE = "#5b6470", "#dfe3e8"
 PALETTE = ("#3d6fb4", "#d1495b", "#b7791f", "#2a8c82", "#7b52ab", "#8a5a44", "#c2549d", "#64748b")
 STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be read aloud, found and copied
@@ -58,7 +58,7 @@ def themed(svg: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 role="img"', svg, count=1)
-    names = {INK: "--ink-soft", LINE: "--line", FLOOR: "--floor", "#ffffff": "--card"}
+    names = {INK: "--ink-soft", LINE: "--line", "#ffffff": "--card"}
     names |= {color: f"--v{i}" for i, color in enumerate(PALETTE)}
     for color, name in names.items():
         svg = svg.replace(color, f"var({name})")
@@ -89,7 +89,7 @@ def figures(findings: Findings) -> dict[str, tuple[str, str]]:
                 f"Layer by layer, at the last look in training: {label}. Lines are means over seeds, {bands}."
             )
             made[name] = (caption, draw(name, _layers(findings, name, label), height=3.2))
-    if any(by_length(findings, row) for row in findings.rows):
+    if any(findings.lengths(row) and not row.apart for row in findings.rows):
         caption = (
             f"Read in longer windows than trained on: the {metric}. Lines are means over seeds, {bands}."
         )
@@ -211,27 +211,13 @@ def _layers(findings: Findings, name: str, label: str) -> Callable[[Any], None]:
     return paint
 
 
-def by_length(findings: Findings, row: Finding) -> dict[int, list[float]]:
-    """By multiple of the trained context: the metric of each run that could be evaluated there."""
-    found: dict[int, list[float]] = {}
-    for result in row.results:
-        for multiple, loss in result.longer.items():
-            if not isinstance(loss, str):
-                record = result.records[-1] | {"val/loss": loss}
-                scale = result.last("val/bits_per_byte") / result.last("val/loss")
-                found.setdefault(multiple, []).append(
-                    findings.metric.of(record | {"val/bits_per_byte": loss * scale}, row.variant)
-                )
-    return found
-
-
 def _lengths(findings: Findings) -> Callable[[Any], None]:
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
         shown = 0
         for row in findings.rows:
-            found = by_length(findings, row)
-            if not found:
+            found = findings.lengths(row)
+            if row.apart or not found:
                 continue
             shown += 1
             x, hue = sorted(found), color(findings, row)

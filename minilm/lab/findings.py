@@ -172,6 +172,17 @@ class Findings:
         table = np.array(whole, dtype=float).reshape(len(whole), len(row.results), 2)
         return table[..., 0].mean(axis=1) if len(whole) else np.empty(0), table[..., 1].T
 
+    def lengths(self, row: Finding) -> dict[int, list[float]]:
+        """By multiple of the trained context: the metric of each run that could be evaluated there."""
+        found: dict[int, list[float]] = {}
+        for result in row.results:
+            bits_per_nat = result.last("val/bits_per_byte") / result.last("val/loss")
+            for multiple, loss in result.longer.items():
+                if not isinstance(loss, str):
+                    record = {"val/loss": loss, "val/bits_per_byte": loss * bits_per_nat}
+                    found.setdefault(multiple, []).append(self.metric.of(record, row.variant))
+        return found
+
     def _spent(self, record: dict[str, Any], variant: Variant) -> float:
         amounts = {
             "steps": record["step"],

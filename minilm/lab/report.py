@@ -141,7 +141,7 @@ def lengths(findings: Findings) -> Table:
     rows = []
     for row in findings.rows:
         cells = []
-        found = charts.by_length(findings, row)
+        found = findings.lengths(row)
         for multiple in multiples:
             reasons = [r.longer[multiple] for r in row.results if isinstance(r.longer.get(multiple), str)]
             values = found.get(multiple, [])
