@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def choices(word: str) -> list[str]:
     try:
         plain = value[1:-1] if value[:1] == "[" and value[-1:] == "]" else value
         read = OverridesParser.create().parse_override(f"{key}={plain}")
-        if read.is_discrete_sweep():
+        if key and read.is_discrete_sweep():
             return [f"{key}={choice}" for choice in read.sweep_string_iterator()]
     except HydraException:
         pass
@@ -288,7 +288,8 @@ def _explain(name: str, error: Exception) -> str:
     ):
         key = found[1]
         if not key.startswith("hydra"):
-            with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            running = GlobalHydra.instance().is_initialized()
+            with nullcontext() if running else hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
                 groups = re.findall(
                     r"(?m)^  - (\w+): ", (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
                 )

@@ -57,7 +57,11 @@ def themed(svg: str) -> str:
     """For inside a page: without the file's head, as wide as its place, colours by the page's names for them."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 role="img"', svg, count=1)
+    svg = re.sub(
+        r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
+    )  # it would style the whole page
+    own = 'role="img" stroke-linejoin="round"'
+    svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt" height="[\d.]+pt"', rf"\1 {own}", svg, count=1)
     names = {INK: "--ink-soft", LINE: "--line", "#ffffff": "--card"}
     names |= {color: f"--v{i}" for i, color in enumerate(PALETTE)}
     for color, name in names.items():

@@ -98,7 +98,7 @@ class Live:
         for name, side in (("variant", "left"), ("seed", "right"), ("step", "right"), ("loss", "right")):
             table.add_column(name, justify=side)
         table.add_column("left", justify="right")
-        table.add_column("", overflow="fold")
+        table.add_column("", no_wrap=True, overflow="ellipsis")  # the report has reasons in full
         for result in self.results:
             job = result.job
             cells = [job.variant.name, str(job.seed), f"{result.step}/{job.variant.steps}", *_cells(result)]

@@ -210,7 +210,7 @@ def test_the_table_shows_each_run(planned, monkeypatch):
 
 def planted(call, tiny, seeds, folder):
     """The verdict on the same variant under another name, that on a rate 100 times lower, and the base's losses."""
-    same = "study.variants={once: [], twice: [], slow: [optim.lr=0.0001]}"
+    same = 'study.variants={once: [], twice: [], slow: ["optim.lr=0.0001"]}'
     words = (same, f"seeds={seeds}", "optim=adamw", "optim.lr=0.01", f"out_dir={folder}", "model.dropout=0")
     result = call("ablate", *tiny, *words)
     assert result.status == 0, result.err

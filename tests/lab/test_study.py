@@ -61,8 +61,8 @@ def test_what_is_no_list_of_values_is_refused(word):
 
 
 def test_a_variants_own_word_wins_over_the_command_line_and_that_over_the_base(planned):
-    study = planned("study=norms", "data=tales", "data.n_bytes=60000", "train.max_steps=9", small=False)
-    assert {v.steps for v in study.variants} == {9}
+    study = planned("study=norms", "data=tales", "data.n_bytes=60000", "train.max_steps=90", small=False)
+    assert {v.steps for v in study.variants} == {90}
     assert {v.config["model"]["block_size"] for v in study.variants} == {128}
     assert [v.config["model"]["norm"] for v in study.variants] == ["rmsnorm", "layernorm", "rmsnorm"]
 
