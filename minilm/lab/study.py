@@ -194,15 +194,20 @@ def _combinations(vary: str) -> dict[str, str | list[str]]:
     sets = [command_line.choices(word) for word in words if word]
     if not sets:
         raise ConfigError("vary is empty: say vary='KEY=[A,B]'")
+    named: list[tuple[str, str | list[str]]]
     if len(sets) == 1:
-        return {word.partition("=")[2].strip("'\""): [word] for word in sets[0]}
-    short = [
-        [word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in s] for s in sets
-    ]
-    return {
-        " ".join(names): list(words)
-        for names, words in zip(itertools.product(*short), itertools.product(*sets), strict=True)
-    }
+        named = [(word.partition("=")[2].strip("'\""), [word]) for word in sets[0]]
+    else:
+        named = [(" ".join(map(_short, words)), list(words)) for words in itertools.product(*sets)]
+    if len(dict(named)) < len(named):
+        raise ConfigError(f"vary={vary}: two variants are the same; say different values")
+    return dict(named)
+
+
+def _short(word: str) -> str:
+    """`model.n_head=2` -> `n_head=2`"""
+    key, _, value = word.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
 
 
 def _seeds(said: int | list[int]) -> list[int]:

@@ -208,11 +208,19 @@ def test_the_table_shows_each_run(planned, monkeypatch):
 # ---- what is planted is found, and nothing else ----
 
 
+PLANTED = """
+defaults: [own]
+question: Is there what was put there?
+variants: {once: [], twice: [], slow: optim.lr=0.0001}
+"""
+
+
 def planted(call, tiny, seeds, folder):
     """The verdict on the same variant under another name, that on a rate 100 times lower, and the base's losses."""
-    same = 'study.variants={once: [], twice: [], slow: ["optim.lr=0.0001"]}'
-    words = (same, f"seeds={seeds}", "optim=adamw", "optim.lr=0.01", f"out_dir={folder}", "model.dropout=0")
-    result = call("ablate", *tiny, *words)
+    Path("mine/study").mkdir(parents=True, exist_ok=True)
+    Path("mine/study/planted.yaml").write_text(PLANTED)
+    words = ("study=planted", f"seeds={seeds}", "optim=adamw", "optim.lr=0.01", f"out_dir={folder}")
+    result = call("ablate", f"--config-dir={Path('mine').resolve()}", *tiny, *words)
     assert result.status == 0, result.err
     rows = {row["variant"]: row["verdict"] for row in csv.DictReader((Path(folder) / "summary.csv").open())}
     losses = [float(row["val_loss"]) for row in results(Path(folder)) if row["variant"] == "once"]

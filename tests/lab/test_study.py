@@ -90,6 +90,7 @@ def test_every_shipped_study_can_run(name, planned):
         (["vary=data.path=[text.txt,none.txt]"], r"variant none.txt: data.path=none.txt: cannot be read"),
         (["vary=model.block_size=[16,100000]"], r"variant 100000: .*block_size"),
         (["vary=model.n_head=[1,2]", "seed=3"], r"seed=3: a study sets it"),
+        (["vary=model.n_head=[2,2]"], r"two variants are the same"),
         (["vary=seed=[1,2]"], r"seed=1: a study sets it"),
         (["vary=model.n_head=[1,2]", "seeds=0"], r"seeds=0"),
         (["vary=model.n_head=[1,2]", "seeds=[1,1]"], r"seeds"),
