@@ -14,8 +14,9 @@ from minilm.lab.findings import Finding, Findings
 
 INK, LINE = "#5b6470", "#dfe3e8"
 PALETTE = ("#3d6fb4", "#d1495b", "#b7791f", "#2a8c82", "#7b52ab", "#8a5a44", "#c2549d", "#64748b")
-STYLE = {
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be read aloud, found and copied
+    "text.parse_math": False,  # a $ in a name is a $
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.edgecolor": LINE,
@@ -44,7 +45,8 @@ def draw(name: str, paint: Callable[[Any], None], *, width: float = 4.2, height:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):  # ids differ between figures of one page
+    style: Any = STYLE | {"svg.hashsalt": name}
+    with matplotlib.rc_context(style):  # ids differ between figures of one page
         figure = Figure(figsize=(width, height), layout="constrained")
         canvas = FigureCanvasSVG(figure)
         paint(figure)
@@ -258,5 +260,5 @@ def _lengths(findings: Findings) -> Callable[[Any], None]:
 
 
 def _short(name: str) -> str:
-    """A name as plain text, not as mathematics, and not too long for a figure."""
-    return (name if len(name) <= 24 else name[:23] + "…").replace("$", r"\$")
+    """A name that is not too long for a figure."""
+    return name if len(name) <= 24 else name[:23] + "…"

@@ -95,9 +95,9 @@ class Live:
         table = Table(
             box=SIMPLE_HEAD, pad_edge=False, title=Text(self.study.config.question), title_justify="left"
         )
-        for name, side in (("variant", "left"), ("seed", "right"), ("step", "right"), ("loss", "right")):
-            table.add_column(name, justify=side)
-        table.add_column("left", justify="right")
+        table.add_column("variant")
+        for name in ("seed", "step", "loss", "left"):
+            table.add_column(name, justify="right")
         table.add_column("", no_wrap=True, overflow="ellipsis")  # the report has reasons in full
         for result in self.results:
             job = result.job

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minilm import checkpoint
-from minilm.lab import live
+from minilm import checkpoint, training
+from minilm.lab import live, stats
 from minilm.lab.live import Live
 
 CLOCK = ("tokens_per_second", "train_seconds")
@@ -31,6 +31,11 @@ def without_clock(folder: Path) -> dict[str, object]:
     last_two_cells = re.compile(r"\|[^|]*\|[^|]*\|$")
     found["report.md"] = lines[:at] + [last_two_cells.sub("", line) for line in lines[at:]]
     return found
+
+
+@pytest.fixture(autouse=True)
+def no_pictures_of_single_runs(monkeypatch):
+    monkeypatch.setattr(training, "plot_loss", lambda *args, **options: None)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +129,6 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(call, tiny, tmp_path, mon
 
 def test_what_no_mistake_of_the_users_explains_fails_alone_too(call, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from minilm import training
-
     plain = training.Trainer.fit
 
     def fit(self):
@@ -133,12 +136,11 @@ def test_what_no_mistake_of_the_users_explains_fails_alone_too(call, tiny, tmp_p
             raise MemoryError("no room\nat all")
         plain(self)
 
-    monkeypatch.setattr(training.Trainer, "fit", fit)
-    assert call("ablate", *STUDY, *tiny).status == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, "fit", fit)
+        assert call("ablate", *STUDY, *tiny).status == 1
     assert [row["reason"] for row in results(tmp_path / "study")] == ["MemoryError: no room"] * 2 + [""] * 2
     assert "Traceback" in (tmp_path / "study" / "sqrt" / "seed_1" / "log.txt").read_text()
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
     assert call("ablate", *STUDY, *tiny).status == 0  # the failed ones are tried again
 
 
@@ -207,7 +209,6 @@ def test_the_table_shows_each_run(planned, monkeypatch):
 
 # ---- what is planted is found, and nothing else ----
 
-
 PLANTED = """
 defaults: [own]
 question: Is there what was put there?
@@ -215,35 +216,37 @@ variants: {once: [], twice: [], slow: optim.lr=0.0001}
 """
 
 
-def planted(call, tiny, seeds, folder):
-    """The verdict on the same variant under another name, that on a rate 100 times lower, and the base's losses."""
-    Path("mine/study").mkdir(parents=True, exist_ok=True)
+def planted(call, tiny, seeds):
+    """The folder of a study of a variant, the same under another name, and a rate 100 times lower."""
+    Path("mine/study").mkdir(parents=True)
     Path("mine/study/planted.yaml").write_text(PLANTED)
-    words = ("study=planted", f"seeds={seeds}", "optim=adamw", "optim.lr=0.01", f"out_dir={folder}")
+    words = ("study=planted", f"seeds={seeds}", "optim=adamw", "optim.lr=0.01", "train.sample_tokens=0")
     result = call("ablate", f"--config-dir={Path('mine').resolve()}", *tiny, *words)
     assert result.status == 0, result.err
-    rows = {row["variant"]: row["verdict"] for row in csv.DictReader((Path(folder) / "summary.csv").open())}
-    losses = [float(row["val_loss"]) for row in results(Path(folder)) if row["variant"] == "once"]
-    return rows["twice"], rows["slow"], losses
+    return Path("runs/studies/planted")
 
 
 def test_a_planted_effect_is_found_and_a_planted_null_is_not(call, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    twice, slow, _ = planted(call, tiny, [1, 2, 3], "study")
-    assert (twice, slow) == ("no difference shown", "higher")
+    rows = csv.DictReader((planted(call, tiny, 3) / "summary.csv").open())
+    assert [row["verdict"] for row in rows] == ["", "no difference shown", "higher"]
 
 
 @pytest.mark.slow
 def test_twenty_times(call, tiny, tmp_path, monkeypatch):
-    """The same, and a null that is not exact: a variant against itself with other seeds."""
-    from minilm.lab import stats
-
+    """The same with three new seeds each time; and a null that is not exact, a variant against its other seeds."""
     monkeypatch.chdir(tmp_path)
-    repeats = [planted(call, tiny, [3 * i + 1, 3 * i + 2, 3 * i + 3], f"study{i}") for i in range(20)]
-    assert sum(twice == "no difference shown" for twice, _, _ in repeats) >= 18
-    assert sum(slow == "higher" for _, slow, _ in repeats) >= 18
-    rolled = zip(repeats, repeats[1:] + repeats[:1], strict=True)
-    pairs = [
-        stats.differences(dict(enumerate(a)), {"b": dict(enumerate(b))}) for (_, _, a), (_, _, b) in rolled
+    losses: dict[str, list[float]] = {"once": [], "twice": [], "slow": []}
+    for row in results(planted(call, tiny, 60)):
+        losses[row["variant"]].append(float(row["metric"]))
+
+    def study(i, name, shift=0):
+        return dict(enumerate(losses[name][3 * (i - shift) :][:3]))
+
+    found = [
+        stats.differences(study(i, "once"), {n: study(i, n) for n in ("twice", "slow")}) for i in range(20)
     ]
-    assert sum(found["b"].verdict != "not shown" for found in pairs) <= 3  # 1 of 20 is expected
+    assert sum(each["twice"].verdict == "not shown" for each in found) >= 18
+    assert sum(each["slow"].verdict == "higher" for each in found) >= 18
+    others = [stats.differences(study(i, "once"), {"b": study(i, "once", shift=1)}) for i in range(1, 20)]
+    assert sum(each["b"].verdict != "not shown" for each in others) <= 3  # 1 of 20 is expected
