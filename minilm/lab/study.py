@@ -265,7 +265,7 @@ def _matched(variant: Variant, base: Variant, what: str, seed: int, chosen: list
     cost, wanted = variant.cost.setting.cost, price(base.cost.setting.cost)
     if price(cost) != wanted:
         least, more = price(cost, 1), price(cost, 2)  # it grows by as much with each further channel
-        width = max(1, round(1 + (wanted - least) / (more - least)))
+        width = max(1, round(1 + (wanted - least) / (more - least))) if more > least else 1
         if abs(price(cost, width) / wanted - 1) > TOLERANCE:
             raise ConfigError(
                 f"variant {variant.name}: study.match={what} finds no model.n_inner: with 1 it has {least:,.0f} "

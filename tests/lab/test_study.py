@@ -138,6 +138,8 @@ def test_matched_variants_cost_the_same(what, planned):
 def test_variants_too_far_apart_to_match_are_refused(planned):
     with pytest.raises(ConfigError, match=r"variant 4: study.match=params finds no model.n_inner"):
         planned("vary=model.n_layer=[1,4]", "study.match=params")
+    with pytest.raises(ConfigError, match=r"variant none: study.match=flops finds no model.n_inner"):
+        planned("vary=model.mlp=[relu2,none]", "study.match=flops")
 
 
 def test_equal_tokens(planned):
