@@ -67,7 +67,7 @@ def test_norms_take_out_scale_and_layernorm_the_mean():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", [*MLPS, *NORMS])
+@pytest.mark.parametrize("name", [*FORMULAS, *NORMS])
 def test_there_are_biases_only_where_they_are_asked_for(name, bias):
     layer = (MLPS | NORMS)[name](C, bias)
     assert isinstance(layer, nn.Module)
