@@ -83,6 +83,8 @@ def _wanted(hint: Any) -> str:
     parts = [_wanted(part) for part in typing.get_args(hint) if part is not ...]
     if typing.get_origin(hint) is tuple:
         return f"[{', '.join(parts)}]"
+    if typing.get_origin(hint) is dict:
+        return f"{{{parts[0]}: {parts[1]}, …}}"
     if typing.get_origin(hint) is list:
         return f"[{parts[0]}, …]"
     return " or ".join(parts) or words.get(hint, str(hint))

@@ -1,4 +1,4 @@
-"""The command line: Hydra composes configs/, mistakes get one line. The only file that knows Hydra; no torch.
+"""The command line: Hydra composes configs/, mistakes get one line. Knows Hydra (as lab/jobs.py does), and no torch.
 
 The YAML files of the chosen options declare every key there is. A key that none of them declares is refused,
 wherever it came from: the command line, a `+key`, or a recipe.
@@ -10,12 +10,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -35,6 +36,9 @@ from minilm.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
+#: Hydra's launchers, by the extra that brings them
+LAUNCHERS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}
+
 #: keys whose value is taken as it was typed, with its commas, numbers and spaces, unless it is quoted or a [list]
 TEXTS = ("prompt", "stop", "train.sample_prompt")
 
@@ -45,7 +49,7 @@ class Command:
 
     config: the composed configuration as plain dicts, lists, strings and numbers. said: the dotted keys and groups
     set on the command line; `recipe` among them stands for any key. out_dir: where this job writes. sweep: the folder
-    of a sweep, if this is one of its jobs.
+    of a sweep, if this is one of its jobs. others: the words that are for another script.
     """
 
     config: dict[str, Any]
@@ -53,26 +57,38 @@ class Command:
     out_dir: Path
     default_out_dir: bool
     sweep: Path | None = None
+    others: tuple[str, ...] = ()
 
 
-def script(name: str) -> Callable[[Callable[[Command], None]], Callable[[], None]]:
-    """Makes a function of a `Command` into the main program of configs/NAME.yaml."""
+def script(
+    name: str, *, for_others: bool = False
+) -> Callable[[Callable[[Command], None]], Callable[[], None]]:
+    """Makes a function of a `Command` into the main program of configs/NAME.yaml.
+
+    for_others: words whose key that file does not have are no mistakes but go into `Command.others`.
+    """
 
     def decorate(main: Callable[[Command], None]) -> Callable[[], None]:
+        others: list[str] = []
+
         def job(config: DictConfig) -> None:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                main(_command(name, config))  # an error ends this job, not the sweep
+                main(asked_for(config))  # an error ends this job, not the sweep
             else:
                 with mistakes_in_one_line(name):
-                    main(_command(name, config))
+                    main(asked_for(config))
+
+        def asked_for(config: DictConfig) -> Command:
+            return replace(command(name, config), others=tuple(others))
 
         def run() -> None:
             os.environ["HYDRA_FULL_ERROR"] = (
                 "1"  # exceptions come here as they are, not as Hydra's own summary
             )
             with mistakes_in_one_line(name):
-                arguments = [_in_utf8(argument) for argument in sys.argv[1:]]
-                sys.argv[1:] = [_as_typed(argument) for argument in _in_order(arguments)]
+                arguments = _in_order([_in_utf8(argument) for argument in sys.argv[1:]])
+                others[:] = [a for a in arguments if for_others and _is_for_others(name, a)]
+                sys.argv[1:] = [as_typed(argument) for argument in arguments if argument not in others]
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
 
         return run
@@ -122,7 +138,21 @@ def _in_order(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if argument not in said] + said if rest else arguments
 
 
-def _as_typed(argument: str) -> str:
+def _is_for_others(name: str, argument: str) -> bool:
+    own = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    groups = [group for entry in own["defaults"] if isinstance(entry, dict) for group in entry]
+    section = key_of(argument).partition(".")[0]
+    return (
+        "=" in argument and section.partition("/")[0] not in [*own, *groups, "hydra"] and argument[0] != "-"
+    )
+
+
+def key_of(word: str) -> str:
+    """The key or group that a word such as `optim.lr=0.1` or `+recipe=x` sets."""
+    return re.split(r"[=@]", word.lstrip("+~"))[0]
+
+
+def as_typed(argument: str) -> str:
     """key=value with the value in Hydra's quotes, where Hydra would not read it as the text that it is."""
     key, equals, value = argument.partition("=")
     if not equals or key.startswith("-") or (key in TEXTS and value == "null"):
@@ -141,11 +171,12 @@ def _as_typed(argument: str) -> str:
     return f"{key}='{value}'"
 
 
-def _command(name: str, config: DictConfig) -> Command:
+def command(name: str, config: DictConfig) -> Command:
+    """What the job that Hydra is running was asked for."""
     job = HydraConfig.get()
     _check_keys(config, _declared(name, dict(job.runtime.choices)))
     plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    said = [re.split(r"[=@]", override.lstrip("+~"))[0] for override in job.overrides.task]
+    said = [key_of(override) for override in job.overrides.task]
     sweeping = job.mode == RunMode.MULTIRUN
     out_dir = job.runtime.output_dir if sweeping else os.path.expanduser(str(plain.get("out_dir", ".")))
     sweep = Path(job.sweep.dir) if sweeping else None
@@ -171,6 +202,34 @@ def differences(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
             yield from differences(f"{key}.{name}", a.get(name), b.get(name))
     elif a != b:
         yield key, a, b
+
+
+def compose(name: str, words: list[str]) -> dict[str, Any]:
+    """The configuration that scripts/NAME.py makes of `words`, plain; for use within a script. Raises ConfigError."""
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        config = loader.load_configuration(
+            name, overrides=[as_typed(word) for word in words], run_mode=RunMode.RUN
+        )
+        choices = dict(config.hydra.runtime.choices)
+        own = OmegaConf.create({key: config._get_node(key) for key in config if key != "hydra"})
+        _check_keys(own, _declared(name, choices))
+        return OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
+        raise ConfigError(" ".join(_explain(name, error).split())) from None
+
+
+def choices(word: str) -> list[str]:
+    """`key=[a,b]` or `key=a,b` as the words key=a and key=b. Raises ConfigError for any other."""
+    key, _, value = word.partition("=")
+    try:
+        plain = value[1:-1] if value[:1] == "[" and value[-1:] == "]" else value
+        read = OverridesParser.create().parse_override(f"{key}={plain}")
+        if key and read.is_discrete_sweep():
+            return [f"{key}={choice}" for choice in read.sweep_string_iterator()]
+    except HydraException:
+        pass
+    raise ConfigError(f"{word}: expected a key with two or more values, {key or 'KEY'}=[A,B]")
 
 
 def _declared(name: str, choices: dict[str, str | None] | None = None) -> DictConfig:
@@ -240,6 +299,8 @@ def _explain(name: str, error: Exception) -> str:
         return f"{said}: several runs need -m, a list is {key}=[{value}], and text with commas '{key}=\"{value}\"'"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
+        if group == "hydra/launcher" and (extra := LAUNCHERS.get(choice)):
+            return f"{group}={choice} is not installed: pip install -e '.[{extra}]'"
         options = list(error.options or [])
         close = difflib.get_close_matches(choice, options, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -250,7 +311,8 @@ def _explain(name: str, error: Exception) -> str:
     ):
         key = found[1]
         if not key.startswith("hydra"):
-            with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            running = GlobalHydra.instance().is_initialized()
+            with nullcontext() if running else hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
                 groups = re.findall(
                     r"(?m)^  - (\w+): ", (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
                 )

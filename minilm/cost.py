@@ -148,7 +148,7 @@ class Cost:
             return 0
         width, mlp = self.model.n_embd, self.mlp
         shapes = [(width, width)] * 2 + [(self.kv_width, width)] * 2 + [(width, mlp.hidden)] * mlp.matrices
-        return self.model.n_layer * MUON_STEPS * sum(2 * a * a * (2 * b + a) for a, b in shapes)
+        return self.model.n_layer * MUON_STEPS * sum(2 * a * a * (2 * b + a) for a, b in map(sorted, shapes))
 
     def cache_bytes(self, context: int, batch: int = 1, element: int = FLOAT32) -> int:
         """Of a cache for `context` tokens: their keys and values, or the last ones' where the mask reaches no farther.

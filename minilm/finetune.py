@@ -16,6 +16,7 @@ SECTIONS = ("model", "embedding", "attention", "mask", "position", "tokenizer")
 MAY_CHANGE = (
     "model.block_size",
     "model.dropout",
+    "embedding.dropout",
     "attention.dropout",
     "attention.backend",
     "mask",

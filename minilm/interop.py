@@ -270,7 +270,7 @@ def their_config(family: Family, model: GPT, tokenizer: Tokenizer) -> dict[str, 
             "n_embd": c.n_embd,
             "n_layer": c.n_layer,
             "n_head": c.n_head,
-            "n_inner": c.mlp_width,
+            "n_inner": c.n_inner,
             "activation_function": ACTIVATIONS[c.mlp],
             "layer_norm_epsilon": 1e-5 if c.norm_eps is None else c.norm_eps,
             "scale_attn_weights": layer.scale != 1,
@@ -437,7 +437,7 @@ def gpt2_sections(ask: Asked, weights: tensors.Folder) -> dict[str, Any]:
         "norm": "layernorm",
         "norm_eps": _unless(1e-5, ask.real("layer_norm_epsilon", 1e-5)),
         "mlp": OURS[activation],
-        "mlp_width": _unless(4 * n_embd, width),
+        "n_inner": _unless(4 * n_embd, width),
         "bias": any(bool(weights.read(name).any()) for name in biases),  # where all are 0, there are none
         "dropout": ask.real("resid_pdrop", 0.1),
         "tie_embeddings": ask.flag("tie_word_embeddings", True),
@@ -477,12 +477,12 @@ def llama_sections(ask: Asked, family: Family) -> dict[str, Any]:
         "norm": "rmsnorm",
         "norm_eps": _unless(EPS, eps),
         "mlp": mlp,
-        "mlp_width": ask.number("intermediate_size"),
+        "n_inner": ask.number("intermediate_size"),
         "bias": bool(biased_projections(ask, family)),
         "tie_embeddings": ask.flag("tie_word_embeddings", False),
     }
-    usual = GPTConfig(vocab_size=1, **shape | {"mlp_width": None}).mlp_hidden
-    shape["mlp_width"] = _unless(usual, shape["mlp_width"])
+    usual = GPTConfig(vocab_size=1, **shape | {"n_inner": None}).mlp_hidden
+    shape["n_inner"] = _unless(usual, shape["n_inner"])
     mask = "Causal" if window is None else "SlidingWindow"
     return sections_of(
         shape,

@@ -6,7 +6,7 @@ import random
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import yaml
@@ -16,7 +16,7 @@ from minilm import tokenizer as tokenizers
 from minilm.build import build_model, check, construct, load_weights
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command, differences, overlay
-from minilm.data import ROOT, Corpus, prepare
+from minilm.data import ROOT, Corpus, TokenData, prepare
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.finetune import start_from
@@ -66,38 +66,66 @@ class RunConfig:
                 raise ConfigError(f"{key} is empty: expected the name of a folder")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, but for the model and the tokens."""
+
+    options: RunConfig
+    train: TrainConfig
+    schedule: Schedule
+    optim: Optim
+    wandb: dict[str, Any]
+    device: torch.device
+    precision: str
+    corpus: Corpus
+    text: str
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], begins: Checkpoint | None = None) -> Self:
+        """All of it checked and built; the tokenizer is that of the checkpoint that the run begins with, if any.
+
+        Raises ConfigError, and writes nothing.
+        """
+        options = _options(settings)
+        train = TrainConfig(**check(TrainConfig, settings["train"], "train"))
+        schedule = construct(settings, "schedule", Schedule)
+        schedule.check(train.max_steps)
+        optim = construct(settings, "optim", Optim)
+        wandb = check(start_wandb, settings["wandb"], "wandb")
+        check_packages(wandb["mode"], options.tensorboard)
+        device = resolve_device(options.device)
+        precision = resolve_precision(options.precision, device)
+        set_threads(options.threads)
+        corpus = construct(settings, "data", Corpus)
+        text = corpus.read()
+        tokenizer = (
+            tokenizers.from_dict(begins.tokenizer)
+            if begins
+            else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
+        )
+        return cls(options, train, schedule, optim, wandb, device, precision, corpus, text, tokenizer)
+
+    def tokens(self, block_size: int) -> TokenData:
+        """The text as tokens. Raises ConfigError where it is too short, or a sample could not begin."""
+        data = prepare(self.corpus, self.text, self.tokenizer, ROOT / "data" / "cache")
+        data.check(block_size)
+        sample_prompt(self.train.sample_prompt, self.tokenizer, data)  # an unknown character is refused now
+        return data
+
+
 def train(command: Command) -> Trainer:
     """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
     _options(command.config)
     started, source = start_from(command)  # the weights of another run, to begin with
     saved = _find_resumed(command)
     settings = _merge(saved, command) if saved else started
-    options = _options(settings)
-    config = TrainConfig(**check(TrainConfig, settings["train"], "train"))
-    schedule = construct(settings, "schedule", Schedule)
-    schedule.check(config.max_steps)
-    optim = construct(settings, "optim", Optim)
     settings = settings | {"wandb": _grouped(settings["wandb"], command)}
-    wandb = check(start_wandb, settings["wandb"], "wandb")
-    check_packages(wandb["mode"], options.tensorboard)
-    device = resolve_device(options.device)
-    precision = resolve_precision(options.precision, device)
-    set_threads(options.threads)
-
-    corpus = construct(settings, "data", Corpus)
-    text = corpus.read()
-    begins = saved or source
-    tokenizer = (
-        tokenizers.from_dict(begins.tokenizer)
-        if begins
-        else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
-    )
-    torch.manual_seed(options.seed)
-    model = build_model(settings, tokenizer.vocab_size).to(device)
-    data = prepare(corpus, text, tokenizer, ROOT / "data" / "cache")
-    data.check(model.config.block_size)
-    sample_prompt(config.sample_prompt, tokenizer, data)  # refused now if it holds an unknown character
-    optimizers, forward = optim.build(model), compile_model(model, options.compile)
+    parts = Parts.of(settings, saved or source)
+    torch.manual_seed(parts.options.seed)
+    model = build_model(settings, parts.tokenizer.vocab_size).to(parts.device)
+    data = parts.tokens(model.config.block_size)
+    optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
     if source:
         load_weights(model, source)
     if saved:
@@ -110,8 +138,8 @@ def train(command: Command) -> Trainer:
     settings = settings | {"out_dir": str(run), "resume": None}
     run_id = saved.state["wandb_run_id"] if saved else None
     writer = start_trackers(
-        wandb,
-        options.tensorboard,
+        parts.wandb,
+        parts.options.tensorboard,
         config=settings,
         run_dir=run,
         run_id=run_id,
@@ -122,17 +150,17 @@ def train(command: Command) -> Trainer:
     trainer = Trainer(
         model,
         forward=forward,
-        tokenizer=tokenizer,
+        tokenizer=parts.tokenizer,
         data=data,
         optimizers=optimizers,
-        schedule=schedule,
-        config=config,
+        schedule=parts.schedule,
+        config=parts.train,
         run=run,
         settings=settings,
-        seed=options.seed,
-        precision=precision,
+        seed=parts.options.seed,
+        precision=parts.precision,
         writer=writer,
-        picture=picture_of(model, tokenizer, settings),
+        picture=picture_of(model, parts.tokenizer, settings),
     )
     if saved:
         trainer.restore(saved)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minilm.errors import ConfigError
 
 
-def mlp_width(name: str, n_embd: int) -> int:
+def usual_width(name: str, n_embd: int) -> int:
     """Channels inside a feed-forward layer, unless said otherwise: every kind costs about as much."""
     if name == "swiglu":  # three matrices in place of two; a multiple of 8, for the hardware
         return -(-8 * n_embd // 3 // 8) * 8

@@ -18,7 +18,7 @@ from minilm.attention.masks import Mask
 from minilm.attention.positions import Position, Rotary
 from minilm.embedding import TokenEmbedding
 from minilm.errors import ConfigError
-from minilm.layers import MLPS, NORMS, mlp_width, named
+from minilm.layers import MLPS, NORMS, named, usual_width
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class GPTConfig:
     Classic (GPT-2): norm=layernorm, mlp=gelu, tie_embeddings, with position=learned. Modern: norm=rmsnorm,
     mlp=relu2 or swiglu, with position=rope and attention.qk_norm.
     n_kv_head: None is n_head. norm_eps: added to the variance; None is 1e-5 for layernorm, and for rmsnorm the
-    number type's own epsilon. mlp_width: channels inside the feed-forward layer; None is 4 · n_embd, for swiglu 8/3 of
+    number type's own epsilon. n_inner: channels inside the feed-forward layer; None is 4 · n_embd, for swiglu 8/3 of
     it. bias: on every linear layer and LayerNorm. dropout: on embeddings and on what each half-block adds.
     """
 
@@ -41,7 +41,7 @@ class GPTConfig:
     norm: str = "rmsnorm"
     norm_eps: float | None = None
     mlp: str = "relu2"
-    mlp_width: int | None = None
+    n_inner: int | None = None
     bias: bool = False
     dropout: float = 0.0
     tie_embeddings: bool = False
@@ -54,9 +54,9 @@ class GPTConfig:
             raise ConfigError(
                 f"model.n_kv_head={self.n_kv_head}: a positive whole number, or null for n_head"
             )
-        if self.mlp_width is not None and self.mlp_width < 1:
+        if self.n_inner is not None and self.n_inner < 1:
             raise ConfigError(
-                f"model.mlp_width={self.mlp_width}: a positive whole number, or null for the usual"
+                f"model.n_inner={self.n_inner}: a positive whole number, or null for the usual width"
             )
         if self.norm_eps is not None and not 0 < self.norm_eps < 1:
             raise ConfigError(
@@ -74,7 +74,7 @@ class GPTConfig:
     @property
     def mlp_hidden(self) -> int:
         """Channels inside a feed-forward layer."""
-        return self.mlp_width or mlp_width(self.mlp, self.n_embd)
+        return self.n_inner or usual_width(self.mlp, self.n_embd)
 
     def new_norm(self) -> nn.Module:
         return NORMS[self.norm](self.n_embd, self.bias, self.norm_eps)

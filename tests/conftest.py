@@ -91,7 +91,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo when the first optimizer is made
     context.set_forkserver_preload(
-        ["conftest", "minilm.launch", "minilm.say", "torch._dynamo", "minilm.config"]
+        ["conftest", "minilm.launch", "minilm.say", "torch._dynamo", "minilm.config", "minilm.lab.run"]
     )
     cache = tmp_path_factory.mktemp("root")
 
@@ -111,7 +111,9 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
 def _child(
     name: str, arguments: list[str], cwd: Path, root: Path, streams: Path, at: str, send: tuple[int, ...]
 ) -> None:
-    """A script in this process, which sends itself the signals `send` where training does `at`: '_update 7'."""
+    """A script in this process, which sends itself the signals `send` where training does `at`: '_update 7', or
+    '_update 7 2' for that of seed 2.
+    """
     for number, stream in enumerate(("in", "out", "err")):
         os.dup2(os.open(streams / stream, os.O_RDWR | os.O_CREAT), number)
     sys.stdin = os.fdopen(0, "r", encoding="utf-8", closefd=False)
@@ -123,11 +125,11 @@ def _child(
     launch.ROOT, training.plot_loss = root, lambda *args, **options: None
     os.fsync = lambda descriptor: None
     if at:
-        method, step = at.split()
+        method, step, *seed = at.split()
         plain = getattr(training.Trainer, method)
 
         def disturbed(self: Any, *args: Any, **options: Any) -> Any:
-            if self.step == int(step):
+            if self.step == int(step) and seed in ([], [str(self.seed)]):
                 for number in send:
                     os.kill(os.getpid(), number)
             return plain(self, *args, **options)

@@ -125,7 +125,7 @@ def test_flags_may_stand_anywhere():
 
 def arrives(key, text):
     """The value that Hydra and OmegaConf make of key=text."""
-    value = OverridesParser.create().parse_override(config._as_typed(f"{key}={text}")).value()
+    value = OverridesParser.create().parse_override(config.as_typed(f"{key}={text}")).value()
     return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=True)["value"]
 
 
@@ -184,7 +184,7 @@ def test_a_path_or_bytes_that_no_locale_knows_are_refused(argument, says):
 
 def test_sweeps_stay_sweeps():
     for argument in ("seed=1,2", "seed=range(1,4)", "~seed", "--help", "-m", "seed"):
-        assert config._as_typed(argument) == argument
+        assert config.as_typed(argument) == argument
 
 
 # ---- suggestions ----

@@ -31,6 +31,7 @@ MODELS = [
     ],
     ["mask=sliding", "mask.window=20"],
     ["embedding=ngram", "embedding.rows=500", "model.mlp=none"],
+    ["model.mlp=swiglu", "model.n_inner=40"],
     ["attention=linear", "attention.chunk=40"],
     ["attention=linear", "mask=none", "model.n_kv_head=2"],
 ]

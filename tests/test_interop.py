@@ -42,7 +42,7 @@ EXPORTS = {
         *({"qk_norm": False}, "causal", "learned"),
     ),
     "classic, odd": (
-        *("GPT2LMHeadModel", CLASSIC | {"mlp": "relu2", "mlp_width": 40, "norm_eps": 1e-3}),
+        *("GPT2LMHeadModel", CLASSIC | {"mlp": "relu2", "n_inner": 40, "norm_eps": 1e-3}),
         *({"qk_norm": False, "scale": "none"}, "causal", "learned"),
     ),
     "gelu_tanh": ("GPT2LMHeadModel", CLASSIC | {"mlp": "gelu_tanh"}, {"qk_norm": False}, "causal", "learned"),
@@ -52,7 +52,7 @@ EXPORTS = {
     "llama": ("LlamaForCausalLM", {"mlp": "swiglu", "n_kv_head": 2}, {"qk_norm": False}, "causal", "rope"),
     "llama, odd": (
         "LlamaForCausalLM",
-        {"mlp": "swiglu", "bias": True, "tie_embeddings": True, "norm_eps": 1e-2, "mlp_width": 9},
+        {"mlp": "swiglu", "bias": True, "tie_embeddings": True, "norm_eps": 1e-2, "n_inner": 9},
         *({"qk_norm": False}, "causal", "rope"),
     ),
     "stretched": (

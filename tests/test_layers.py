@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minilm.errors import ConfigError
-from minilm.layers import MLPS, NORMS, mlp_width, named
+from minilm.layers import MLPS, NORMS, named, usual_width
 
 C = 24
 
@@ -34,26 +34,34 @@ FORMULAS = {
     "gelu": lambda m, x: linear(gelu(linear(x, m.up)), m.out),
     "gelu_tanh": lambda m, x: linear(gelu_tanh(linear(x, m.up)), m.out),
     "relu2": lambda m, x: linear(np.maximum(linear(x, m.up), 0) ** 2, m.out),
-    "none": lambda m, x: np.zeros_like(x),
     "swiglu": lambda m, x: linear(silu(linear(x, m.gate)) * linear(x, m.up), m.out),
 }
 
 
+@pytest.mark.parametrize("n_inner", [None, 7])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", MLPS)
-def test_a_feed_forward_layer_is_its_formula(name, bias):
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_feed_forward_layer_is_its_formula(name, bias, n_inner):
     torch.manual_seed(0)
-    mlp = MLPS[name](C, 40, bias).double()
+    width = n_inner or usual_width(name, C)
+    mlp = MLPS[name](C, width, bias).double()
+    assert mlp.up.out_features == width
     x = torch.randn(2, 5, C, dtype=torch.float64)
     np.testing.assert_allclose(mlp(x).detach().numpy(), FORMULAS[name](mlp, x.numpy()), atol=1e-12)
+
+
+def test_every_other_one_adds_nothing():
+    assert MLPS.keys() - FORMULAS.keys() == {"none"}
+    none = MLPS["none"](C, 40, False)
+    assert not list(none.parameters())
+    assert not none(torch.randn(2, 5, C)).any()
 
 
 @pytest.mark.parametrize("n_embd", [64, 128, 384, 768])
 def test_all_feed_forward_layers_cost_about_the_same(n_embd):
     sizes = [
-        sum(p.numel() for p in MLPS[name](n_embd, mlp_width(name, n_embd), False).parameters())
-        for name in MLPS
-        if name != "none"
+        sum(p.numel() for p in MLPS[name](n_embd, usual_width(name, n_embd), False).parameters())
+        for name in FORMULAS
     ]
     assert max(sizes) / min(sizes) < 1.05
 
@@ -68,7 +76,7 @@ def test_norms_take_out_scale_and_layernorm_the_mean():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", [*MLPS, *NORMS])
+@pytest.mark.parametrize("name", [*FORMULAS, *NORMS])
 def test_there_are_biases_only_where_they_are_asked_for(name, bias):
     layer = MLPS[name](C, 40, bias) if name in MLPS else NORMS[name](C, bias, None)
     assert isinstance(layer, nn.Module)
