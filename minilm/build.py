@@ -23,7 +23,6 @@ from minilm.attention.layer import Attention
 from minilm.attention.masks import Mask
 from minilm.attention.positions import Position
 from minilm.checkpoint import Checkpoint
-from minilm.embedding import TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
@@ -81,11 +80,11 @@ def _wanted(hint: Any) -> str:
     """A type in the words of a person."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     parts = [_wanted(part) for part in typing.get_args(hint) if part is not ...]
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) is tuple and ... not in typing.get_args(hint):
         return f"[{', '.join(parts)}]"
     if typing.get_origin(hint) is dict:
         return f"{{{parts[0]}: {parts[1]}, …}}"
-    if typing.get_origin(hint) is list:
+    if typing.get_origin(hint) in (list, tuple):
         return f"[{parts[0]}, …]"
     return " or ".join(parts) or words.get(hint, str(hint))
 
@@ -105,11 +104,10 @@ def _class(path: Any, key: str, kind: type) -> type:
 
 
 def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
-    """A model with fresh weights from the sections model, embedding, attention, mask and position."""
+    """A model with fresh weights from the sections model, attention, mask and position."""
     shape = GPTConfig(
         vocab_size=vocab_size, **check(GPTConfig, config["model"], "model", exclude=("vocab_size",))
     )
-    embedding = construct(config, "embedding", TokenEmbedding, vocab_size=vocab_size, n_embd=shape.n_embd)
     mask = construct(config, "mask", Mask)
     position = construct(
         config,
@@ -134,7 +132,7 @@ def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
             position=position,
         )
 
-    return GPT(shape, embedding=embedding, position=position, attention=attention)
+    return GPT(shape, position=position, attention=attention)
 
 
 def outline(saved: Checkpoint, tokenizer: Tokenizer) -> GPT:

@@ -165,8 +165,15 @@ def as_typed(argument: str) -> str:
                 return argument
         except HydraException:  # an apostrophe, an é, a ~
             pass
-    if key in TEXTS:
-        value = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)  # no interpolation
+    return as_text(key, value) if key in TEXTS else _quoted(key, value)
+
+
+def as_text(key: str, value: str) -> str:
+    """key='value', which Hydra reads as that very text, whatever stands in it."""
+    return _quoted(key, re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value))  # no interpolation
+
+
+def _quoted(key: str, value: str) -> str:
     value = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", r"\'"), value)
     return f"{key}='{value}'"
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from minilm.attention.kernels import ROWS, SHORT
 from minilm.attention.masks import Causal, Full, Mask, SlidingWindow
+from minilm.embedding import histories
 from minilm.model import GPTConfig
+from minilm.muon import ITERATIONS
 
 FLOAT32 = 4  # bytes
 ABSOLUTE = ("Learned", "Sinusoidal")  # positions that end at block_size
-MUON_STEPS = 5  # iterations that orthogonalise a matrix
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Cost:
     """The costs of one model.
 
     position: the name of its class. backend: of softmax attention. chunk: of linear attention, None for softmax.
-    device: the type of device that it trains on. ngrams: rows of the embedding beside those of single tokens.
+    device: the type of device that it trains on.
     """
 
     model: GPTConfig
@@ -68,7 +69,6 @@ class Cost:
     backend: str = "fused"
     chunk: int | None = None
     device: str = "cpu"
-    ngrams: int = 0
 
     @property
     def kv_width(self) -> int:
@@ -98,9 +98,10 @@ class Cost:
             "mlp": (mlp.matrices - 1) * mlp.hidden + c.n_embd if mlp.matrices else 0,
         }
         inner = {part: count + c.bias * c.n_layer * biases[part] for part, count in self.matrices().items()}
+        rows = sum(min(histories(c.vocab_size, order), c.ngram_rows) for order in c.ngrams)
         norm = c.n_embd * (2 if c.norm == "layernorm" and c.bias else 1)
         return {
-            "embedding": (c.vocab_size + self.ngrams) * c.n_embd,
+            "embedding": (c.vocab_size + rows) * c.n_embd,
             "position": c.block_size * c.n_embd if self.position == "Learned" else 0,
             **inner,
             "norms": (2 * c.n_layer + 1) * norm,
@@ -148,7 +149,7 @@ class Cost:
             return 0
         width, mlp = self.model.n_embd, self.mlp
         shapes = [(width, width)] * 2 + [(self.kv_width, width)] * 2 + [(width, mlp.hidden)] * mlp.matrices
-        return self.model.n_layer * MUON_STEPS * sum(2 * a * a * (2 * b + a) for a, b in map(sorted, shapes))
+        return self.model.n_layer * ITERATIONS * sum(2 * a * a * (2 * b + a) for a, b in map(sorted, shapes))
 
     def cache_bytes(self, context: int, batch: int = 1, element: int = FLOAT32) -> int:
         """Of a cache for `context` tokens: their keys and values, or the last ones' where the mask reaches no farther.

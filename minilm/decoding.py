@@ -74,7 +74,9 @@ class CompiledStep:
         elif self.on_cpu:
             self._mark(frame.k_pos, pairs)
             logits = self._step(*inputs, pairs)
-            self._again = repeated(self._calls, inputs, logits)
+            if len(self._calls) == 2:
+                self._again = repeated(self._calls, inputs, logits)
+                self._calls.clear()
         else:  # a captured graph reads all slots, and the mask hides those to come
             slots = torch.arange(pairs[0][0].shape[-2], device=tokens.device)
             for series in (series for pair in pairs for series in pair):  # written in place, where they are
@@ -130,11 +132,11 @@ def repeated(calls: list[Call], inputs: Inputs, logits: Tensor) -> Callable[[Inp
     Behind one cache only the inputs and the number of slots change: the graph is called with those new, and all else
     as it was. inputs, logits: of the second step. None where the calls do not show just that.
     """
-    if len(calls) != 2 or calls[0].graph is not calls[1].graph:
+    (first, before, _), (graph, now, out) = calls
+    if first is not graph:
         return None
-    (_, before, _), (graph, now, out) = calls
     arguments = list(now)
-    changed = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a is not b]
+    changed = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if not same(a, b)]
     tensors = {i: j for i in changed for j, tensor in enumerate(inputs) if now[i] is tensor}
     counts = [i for i in changed if isinstance(now[i], int) and now[i] == len(inputs[-1])]
     if len(out) != 1 or out[0] is not logits or sorted([*tensors, *counts]) != changed:
@@ -148,6 +150,11 @@ def repeated(calls: list[Call], inputs: Inputs, logits: Tensor) -> Callable[[Inp
         return graph(*arguments)[0]
 
     return again
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether a graph is given the same thing: that tensor, or a number of that value."""
+    return a == b if isinstance(a, int) and isinstance(b, int) else a is b
 
 
 def by_sums(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -3,12 +3,11 @@
 Shapes: B batch, T tokens, C model width, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from minilm.attention.layer import check_dropout
-from minilm.errors import ConfigError
 
 
 class TokenEmbedding(nn.Embedding):
@@ -28,23 +27,18 @@ class NGramEmbedding(TokenEmbedding):
     histories are possible they share rows by a hash (Svenstrup et al. 2017; Roy et al. 2022, N-Grammer). All start
     at zero. dropout: of each history's vector as a whole, while training, so that the shorter ones learn to do
     without it: long histories are learned by heart otherwise.
-
-    Raises ConfigError for orders below 2 or named twice, without rows, and for a dropout that is no probability.
+    The values are checked by `GPTConfig`, whose keys they are.
     """
 
     def __init__(
-        self, vocab_size: int, n_embd: int, *, orders: list[int], rows: int = 16384, dropout: float = 0.0
+        self, vocab_size: int, n_embd: int, *, orders: Sequence[int], rows: int = 16384, dropout: float = 0.0
     ) -> None:
         super().__init__(vocab_size, n_embd)
-        if not orders or min(orders) < 2 or len(set(orders)) < len(orders):
-            raise ConfigError(f"embedding.orders={orders}: different whole numbers, 2 or more")
-        if rows < 1:
-            raise ConfigError(f"embedding.rows={rows}: a positive whole number")
         self.orders = orders
         self.past = max(orders) - 1
-        self.dropout = check_dropout("embedding.dropout", dropout)
+        self.dropout = dropout
         self.tables = nn.ParameterList(
-            torch.zeros(min(self._histories(order), rows), n_embd) for order in orders
+            torch.zeros(min(histories(vocab_size, order), rows), n_embd) for order in orders
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -57,17 +51,21 @@ class NGramEmbedding(TokenEmbedding):
             x = x + vectors
         return x
 
-    def _histories(self, order: int) -> int:
-        """How many there are, those of a text's beginning included."""
-        return (self.num_embeddings + 1) ** order
-
     def _rows(self, tokens: Tensor, order: int, rows: int) -> Tensor:
         """The row of each history, (B, past + T) -> (B, T)."""
         history = (tokens + 1).unfold(-1, order, 1)[:, self.past + 1 - order :]  # (B, T, order)
+        direct = histories(self.num_embeddings, order) <= rows
+        # a hash may wrap around at 2⁶³; an odd base then keeps every token in it
+        base = (self.num_embeddings + 1) | (0 if direct else 1)
         number = torch.zeros_like(history[..., 0])
         for i in range(order):
-            number = number * (self.num_embeddings + 1) + history[..., i]  # beyond 2⁶³ it wraps around
-        return number if self._histories(order) <= rows else scramble(number) % rows
+            number = number * base + history[..., i]
+        return number if direct else scramble(number) % rows
+
+
+def histories(vocab_size: int, order: int) -> int:
+    """How many there are of `order` tokens, those of a text's beginning included."""
+    return (vocab_size + 1) ** order
 
 
 def scramble(x: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.masks import Causal, SlidingWindow
 from minilm.attention.positions import Learned, Rotary, StretchedRotary
 from minilm.build import build_model, outline
-from minilm.embedding import TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
@@ -206,8 +205,8 @@ def family_of(model: GPT, config: dict[str, Any]) -> Family:
 
     if not isinstance(layer, MultiHeadAttention):
         raise refuse("attention", "attention=mha has")
-    if type(model.embedding) is not TokenEmbedding:
-        raise refuse("embedding", "embedding=token has")
+    if model.config.ngrams:
+        raise refuse("model.ngrams", "model.ngrams=[] has")
     if c.mlp == "none":
         raise refuse("model.mlp", "any other has")
     classic, qk_norm = c.norm == "layernorm", isinstance(layer.q_norm, nn.RMSNorm)
@@ -413,7 +412,6 @@ def sections_of(shape: dict[str, Any], attention: dict[str, Any], **others: dict
     }
     return {
         "model": model,
-        "embedding": {"_target_": "minilm.embedding.TokenEmbedding"},
         "attention": mha | {"backend": "fused"} | attention,
         **others,
     }

@@ -16,7 +16,7 @@ from minilm.attention.frame import Frame
 from minilm.attention.layer import Attention, MultiHeadAttention, check_dropout, check_heads
 from minilm.attention.masks import Mask
 from minilm.attention.positions import Position, Rotary
-from minilm.embedding import TokenEmbedding
+from minilm.embedding import NGramEmbedding, TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.layers import MLPS, NORMS, named, usual_width
 
@@ -30,6 +30,7 @@ class GPTConfig:
     n_kv_head: None is n_head. norm_eps: added to the variance; None is 1e-5 for layernorm, and for rmsnorm the
     number type's own epsilon. n_inner: channels inside the feed-forward layer; None is 4 · n_embd, for swiglu 8/3 of
     it. bias: on every linear layer and LayerNorm. dropout: on embeddings and on what each half-block adds.
+    ngrams, ngram_rows, ngram_dropout: orders, rows and dropout of an `NGramEmbedding`; none is a plain one.
     """
 
     vocab_size: int
@@ -45,6 +46,9 @@ class GPTConfig:
     bias: bool = False
     dropout: float = 0.0
     tie_embeddings: bool = False
+    ngrams: tuple[int, ...] = ()
+    ngram_rows: int = 16384
+    ngram_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -64,6 +68,11 @@ class GPTConfig:
             )
         check_heads(self.n_embd, self.n_head, self.n_kv_head or self.n_head)
         check_dropout("model.dropout", self.dropout)
+        if any(order < 2 for order in self.ngrams) or len(set(self.ngrams)) < len(self.ngrams):
+            raise ConfigError(f"model.ngrams={list(self.ngrams)}: different whole numbers, 2 or more")
+        if self.ngram_rows < 1:
+            raise ConfigError(f"model.ngram_rows={self.ngram_rows}: a positive whole number")
+        check_dropout("model.ngram_dropout", self.ngram_dropout)
         named("model.norm", self.norm, NORMS)
         named("model.mlp", self.mlp, MLPS)
 
@@ -75,6 +84,12 @@ class GPTConfig:
     def mlp_hidden(self) -> int:
         """Channels inside a feed-forward layer."""
         return self.n_inner or usual_width(self.mlp, self.n_embd)
+
+    def new_embedding(self) -> TokenEmbedding:
+        size = self.vocab_size, self.n_embd
+        if not self.ngrams:
+            return TokenEmbedding(*size)
+        return NGramEmbedding(*size, orders=self.ngrams, rows=self.ngram_rows, dropout=self.ngram_dropout)
 
     def new_norm(self) -> nn.Module:
         return NORMS[self.norm](self.n_embd, self.bias, self.norm_eps)
@@ -99,15 +114,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens in, logits out.
 
-    config: the shape. embedding: of its tokens. position: the model's one position scheme. attention: makes one
-    layer's attention.
+    config: the shape. position: the model's one position scheme. attention: makes one layer's attention.
     """
 
     def __init__(
         self,
         config: GPTConfig,
         *,
-        embedding: TokenEmbedding | None = None,
         position: Position | None = None,
         attention: Callable[[], Attention] | None = None,
     ) -> None:
@@ -118,7 +131,7 @@ class GPT(nn.Module):
                 config.n_embd, n_head=config.n_head, n_kv_head=config.n_kv_head, bias=config.bias
             )
         )
-        self.embedding = embedding or TokenEmbedding(config.vocab_size, config.n_embd)
+        self.embedding = config.new_embedding()
         self.position = position or Rotary(head_dim=config.head_dim)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attention()) for _ in range(config.n_layer))

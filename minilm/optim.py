@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,15 +37,15 @@ class AdamW(Optim):
         check_shares("optim", betas=self.betas)
 
     def build(self, model: nn.Module) -> list[Optimizer]:
-        matrices, tables, vectors = sort_parameters(model)
+        matrices, stacks, tables, vectors = sort_parameters(model)
         plain = vectors if self.decay_embeddings else vectors + tables
-        decayed = matrices + tables if self.decay_embeddings else matrices
+        decayed = matrices + stacks + (tables if self.decay_embeddings else [])
         return [_adamw(self, [(decayed, self.weight_decay), (plain, 0.0)], self.lr)]
 
 
 @dataclass(frozen=True)
 class Muon(Optim):
-    """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms and biases.
+    """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms, biases and what has more dimensions.
 
     Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, with a rate on the scale of
     AdamW's (Liu et al. 2025).
@@ -63,23 +63,37 @@ class Muon(Optim):
         check_shares("optim", betas=self.betas, momentum=(self.momentum,))
 
     def build(self, model: nn.Module) -> list[Optimizer]:
-        matrices, tables, vectors = sort_parameters(model)
+        matrices, stacks, tables, vectors = sort_parameters(model)
         head = [p for name, p in model.named_parameters() if name.endswith("head.weight") and p.requires_grad]
         outer = {id(p) for p in head}
         inner = [p for p in matrices if id(p) not in outer]
         muon = BatchedMuon(inner, self.lr, self.momentum, self.weight_decay)
         rest = [p for p in matrices if id(p) in outer] + tables + vectors
-        return [muon, _adamw(self, [(rest, 0.0)], self.adam_lr)]
+        return [muon, _adamw(self, [(rest, 0.0), (stacks, self.weight_decay)], self.adam_lr)]
 
 
-def sort_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices, embedding tables, vectors), trainable ones, each once; a tied head counts as the table it is."""
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+class Sorted(NamedTuple):
+    """A model's trainable parameters, each once.
+
+    stacks: of three dimensions or more. tables: what an embedding holds; a tied head counts as the table it is.
+    vectors: scalars too.
+    """
+
+    matrices: list[nn.Parameter]
+    stacks: list[nn.Parameter]
+    tables: list[nn.Parameter]
+    vectors: list[nn.Parameter]
+
+
+def sort_parameters(model: nn.Module) -> Sorted:
+    held = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return (
-        [p for p in parameters if p.dim() >= 2 and id(p) not in tables],
-        [p for p in parameters if id(p) in tables],
-        [p for p in parameters if p.dim() < 2],
+    others = [p for p in parameters if id(p) not in held]
+    return Sorted(
+        matrices=[p for p in others if p.dim() == 2],
+        stacks=[p for p in others if p.dim() > 2],
+        tables=[p for p in parameters if id(p) in held],
+        vectors=[p for p in others if p.dim() < 2],
     )
 
 

@@ -139,9 +139,9 @@ def measure(run: Run, seconds: float) -> Pace:
 
 
 def matmul_rate(run: Run) -> float:
-    """FLOPs a second of the feed-forward layer's product, in the precision of the run."""
+    """FLOPs a second of the feed-forward layer's product, or of a square one where there is none, in its precision."""
     setting, cost = run.setting, run.setting.cost
-    tokens, width, hidden = min(run.tokens, 4096), cost.model.n_embd, cost.mlp.hidden
+    tokens, width, hidden = min(run.tokens, 4096), cost.model.n_embd, cost.mlp.hidden or cost.model.n_embd
     x = torch.randn(tokens, width, device=setting.device, dtype=setting.dtype)
     matrix = torch.randn(width, hidden, device=setting.device, dtype=setting.dtype)
     seconds = median_seconds({0: lambda: x @ matrix}, setting.device, repeats=7)[0]

@@ -54,10 +54,13 @@ def score(config: dict[str, Any]) -> list[tuple[str, str]]:
     if model.mask.lookahead > size:
         raise ConfigError("mask=none shows each token its own target: there is no perplexity")
     tokens = tokenizer.encode_array(text)
-    if len(tokens) < 2:
-        raise ConfigError(
-            f"data.path={source.path}: {len(tokens)} token, and the first one is not predicted; give more"
+    given = max(1, int(model.mask.lookahead))  # tokens that the mask shows to one another
+    if len(tokens) <= given:
+        count = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
+        first = (
+            "the first one is" if given == 1 else f"the first {given}, which its mask shows the model, are"
         )
+        raise ConfigError(f"data.path={source.path}: {count}, and {first} not predicted; give more")
     with bar("windows") as progress:
         loss = evaluate(
             model,

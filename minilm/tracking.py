@@ -103,8 +103,8 @@ class Tracker:
     def sample(self, text: str, step: int) -> None:
         """A text that the model wrote."""
 
-    def picture(self, name: str, image: np.ndarray, step: int) -> None:
-        """(height, width, 3 or 4) uint8"""
+    def picture(self, name: str, make: Callable[[], np.ndarray], step: int) -> None:
+        """make: returns (height, width, 3 or 4) uint8; called only where the picture is shown."""
 
     def finish(self, exit_code: int = 0) -> None:
         """Mark the run as finished, or as failed with an exit code other than 0."""
@@ -125,8 +125,17 @@ class Trackers(Tracker):
     def sample(self, text: str, step: int) -> None:
         self._each(lambda tracker: tracker.sample(text, step))
 
-    def picture(self, name: str, image: np.ndarray, step: int) -> None:
-        self._each(lambda tracker: tracker.picture(name, image, step))
+    def picture(self, name: str, make: Callable[[], np.ndarray], step: int) -> None:
+        if not self.wants_media:
+            return
+        try:
+            image = make()
+        except Exception as error:  # no tracker's fault: they all go on
+            warnings.warn(
+                f"no picture of {name}, training goes on without it: {first_line(error)}", stacklevel=2
+            )
+            return
+        self._each(lambda tracker: tracker.picture(name, lambda: image, step))
 
     def finish(self, exit_code: int = 0) -> None:
         self._each(lambda tracker: tracker.finish(exit_code))
@@ -138,6 +147,7 @@ class Trackers(Tracker):
                 call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
+                self.wants_media = any(other.wants_media for other in self._trackers)
                 name = type(tracker).__name__.lower()
                 warnings.warn(
                     f"{name} failed, training goes on without it: {first_line(error)}", stacklevel=3
@@ -195,8 +205,8 @@ class TensorBoard(Tracker):
         indented = "\n".join(f"    {line}" for line in text.split("\n"))  # as it is: no markup
         self._writer.add_text("sample", indented, step)
 
-    def picture(self, name: str, image: np.ndarray, step: int) -> None:
-        self._writer.add_image(name, image, step, dataformats="HWC")
+    def picture(self, name: str, make: Callable[[], np.ndarray], step: int) -> None:
+        self._writer.add_image(name, make(), step, dataformats="HWC")
 
     def finish(self, exit_code: int = 0) -> None:
         self._writer.close()
@@ -220,10 +230,10 @@ class Wandb(Tracker):
 
         self._run.log({"sample": Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
 
-    def picture(self, name: str, image: np.ndarray, step: int) -> None:
+    def picture(self, name: str, make: Callable[[], np.ndarray], step: int) -> None:
         from wandb import Image
 
-        self._run.log({name: Image(image)}, step=step)
+        self._run.log({name: Image(make())}, step=step)
 
     def finish(self, exit_code: int = 0) -> None:
         self._run.finish(exit_code=exit_code)

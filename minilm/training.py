@@ -3,9 +3,10 @@
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from minilm.console import Console
 from minilm.data import TokenData, Windows
 from minilm.errors import ConfigError
 from minilm.evaluation import at_least_float32, evaluate
-from minilm.generation import Generator
+from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
 from minilm.plots import plot_loss
 from minilm.runtime import autocast, seed_step
@@ -106,6 +107,7 @@ class Trainer:
             writer,
         )
         self.picture = picture
+        self.run_id = writer.run_id  # what a tracker will know the run by when it goes on
         self.device = next(model.parameters()).device
         self.block_size = model.config.block_size
         self.windows = Windows(data.train, self.block_size, seed)
@@ -126,6 +128,7 @@ class Trainer:
         self.step, self.seconds = state["step"], state["train_seconds"]
         self.best, self.val_loss = state["best"], state["val_loss"]
         self.resumed, self.saved_at = saved, saved.step
+        self.run_id = self.writer.run_id or state["wandb_run_id"]
 
     def fit(self) -> None:
         """Train to the end, or until a signal; always leaves a checkpoint of the last whole step."""
@@ -169,20 +172,14 @@ class Trainer:
             precision=self.precision,
             scaler=self.scaler,
         )
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        limit = c.grad_clip if c.grad_clip is not None else float("inf")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        if not np.isfinite(mean) or not (self.scaler.is_enabled() or torch.isfinite(norm)):
-            self._fail(f"the loss is {mean} and the gradient's norm {float(norm)}")
         factor = self.schedule(self.step, c.max_steps)
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-            self.scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-        self.scaler.update()
-        return mean, {"lr": self.rates[0][0] * factor, "grad_norm": float(norm)}
+        norm = step(self.optimizers, self.model.parameters(), self.scaler, c.grad_clip)
+        if not np.isfinite(mean) or not (self.scaler.is_enabled() or np.isfinite(norm)):
+            self._fail(f"the loss is {mean} and the gradient's norm {norm}")
+        return mean, {"lr": self.rates[0][0] * factor, "grad_norm": norm}
 
     def _report(self, loss: float, measured: dict[str, float]) -> None:
         """Log, evaluate, sample and save, whichever is due after this step."""
@@ -239,12 +236,12 @@ class Trainer:
         ids = list(prompt)
         for chosen in generator.tokens([prompt], c.sample_tokens, seed=self.seed + self.step):
             ids.append(int(chosen[0]))
-        text = self.tokenizer.decode(ids).strip("\n")
+        text = self.tokenizer.decode(ids[len(self.tokenizer.prompt_start) :]).strip("\n")
         self.console.sample(self.step, text)
         self.samples.write(f"--- step {self.step}\n{text}\n\n")
         self.writer.sample(text, self.step)
-        if self.writer.wants_media and self.picture is not None:
-            self.writer.picture("attention", self.picture(ids), self.step)
+        if self.picture is not None:
+            self.writer.picture("attention", partial(self.picture, ids), self.step)
 
     def _summarise(self) -> None:
         """What came out, where it lies, and what to type next."""
@@ -279,7 +276,7 @@ class Trainer:
                 "val_loss": self.val_loss,
                 "metrics_position": self.metrics.position(),
                 "samples_position": self.samples.position(),
-                "wandb_run_id": self.writer.run_id,
+                "wandb_run_id": self.run_id,
                 "source": self.data.source,
             },
             config=self.settings,
@@ -342,18 +339,36 @@ def gradients(
     return float(total) / counted
 
 
+def step(
+    optimizers: list[Optimizer],
+    parameters: Iterable[nn.Parameter],
+    scaler: torch.amp.GradScaler,
+    limit: float | None,
+) -> float:
+    """Clip the gradient to a norm of `limit` (None: as it is), step and forget it; returns the norm it had.
+
+    A gradient that is not finite moves nothing.
+    """
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = float(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit))
+    for optimizer in optimizers:
+        if scaler.is_enabled() or np.isfinite(norm):  # a scaler that is enabled looks itself
+            scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return norm
+
+
 def nats_and_bits(loss: float, data: TokenData) -> str:
     return f"{loss:.4f} nats per token, {data.bits_per_byte(loss):.4f} bits per byte"
 
 
 def sample_prompt(prompt: str | None, tokenizer: Tokenizer, data: TokenData) -> list[int]:
     """Ids that samples start from: the prompt, else a paragraph's beginning, else the training text's first token."""
-    if prompt:
-        try:
-            return list(tokenizer.encode(prompt))
-        except ConfigError as error:
-            raise ConfigError(f"train.sample_prompt: {error}") from None
     try:
-        return list(tokenizer.encode("\n\n"))
-    except ConfigError:
-        return [int(data.train[0])]
+        return encode_prompt(tokenizer, prompt or "\n\n")
+    except ConfigError as error:
+        if prompt:
+            raise ConfigError(f"train.sample_prompt: {error}") from None
+        return [*tokenizer.prompt_start, int(data.train[0])]

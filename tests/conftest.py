@@ -24,7 +24,7 @@ TINY = [
     *("data=file", "threads=1", "device=cpu", "precision=fp32", "schedule.warmup=2"),
     *("model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16"),
     *("train.max_steps=20", "train.batch_size=4", "train.eval_interval=8", "train.log_interval=1"),
-    *("train.sample_tokens=20", "model.dropout=0.1"),
+    *("train.sample_tokens=20", "model.dropout=0.1", "model.ngrams=[2,3]", "model.ngram_rows=100"),
 ]
 
 
@@ -65,6 +65,16 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> tuple
     result = script_as_typed("train", *tiny, "out_dir=run", cwd=folder)
     assert result.status == 0, result.err
     return folder / "run", result
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
+    """A run of two steps whose model has a counterpart everywhere: without vectors for n-grams."""
+    folder = tmp_path_factory.mktemp("plain")
+    words = [*tiny, "model.ngrams=[]", "train.max_steps=2", "out_dir=run"]
+    result = script_as_typed("train", *words, cwd=folder)
+    assert result.status == 0, result.err
+    return folder / "run"
 
 
 # ---- scripts as a person starts them ----

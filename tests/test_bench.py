@@ -31,6 +31,7 @@ TINY = [
     "model.n_embd=32",
     "model.n_head=2",
     "model.block_size=64",
+    "model.ngrams=[]",
     "device=cpu",
 ]
 

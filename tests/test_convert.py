@@ -9,8 +9,8 @@ from minilm.tokenizer import BPE
 from minilm.tokenizer_files import from_tiktoken
 
 
-def test_to_hf_and_back(call, tiny_run, tmp_path):
-    result = call("convert", "to=hf", f"checkpoint={tiny_run[0]}", f"out={tmp_path / 'hf'}")
+def test_to_hf_and_back(call, plain_run, tmp_path):
+    result = call("convert", "to=hf", f"checkpoint={plain_run}", f"out={tmp_path / 'hf'}")
     assert (result.status, result.err) == (0, "")
     assert result.out.startswith(f"ApertusForCausalLM in {tmp_path / 'hf'}\nnext: ")
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {
@@ -18,7 +18,7 @@ def test_to_hf_and_back(call, tiny_run, tmp_path):
     }
     result = call("convert", "from=hf", f"path={tmp_path / 'hf'}", f"out={tmp_path / 'back'}")
     assert result.status == 0, result.err
-    ours, back = (checkpoint.load(path, state=False) for path in (tiny_run[0], tmp_path / "back"))
+    ours, back = (checkpoint.load(path, state=False) for path in (plain_run, tmp_path / "back"))
     assert all((ours.weights[name] == back.weights[name]).all() for name in ours.weights)
     assert call("generate", f"checkpoint={tmp_path / 'back'}", "prompt=The", "max_new_tokens=3").status == 0
 
@@ -51,9 +51,9 @@ def test_to_tiktoken(call, tmp_path):
         ("too=hf out=x", "too: no such key; did you mean to?"),
     ],
 )
-def test_what_people_type_wrong_is_told_in_one_line(call, tiny_run, tmp_path, monkeypatch, said, message):
+def test_what_people_type_wrong_is_told_in_one_line(call, plain_run, tmp_path, monkeypatch, said, message):
     monkeypatch.chdir(tmp_path)
-    result = call("convert", *said.format(run=tiny_run[0]).split())
+    result = call("convert", *said.format(run=plain_run).split())
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith("convert: ")
     assert result.err.count("\n") == 1

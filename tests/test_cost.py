@@ -30,7 +30,7 @@ MODELS = [
         "mask.window=32",
     ],
     ["mask=sliding", "mask.window=20"],
-    ["embedding=ngram", "embedding.rows=500", "model.mlp=none"],
+    ["model.ngrams=[2,3]", "model.ngram_rows=500", "model.mlp=none"],
     ["model.mlp=swiglu", "model.n_inner=40"],
     ["attention=linear", "attention.chunk=40"],
     ["attention=linear", "mask=none", "model.n_kv_head=2"],

@@ -1,6 +1,7 @@
 """Embeddings: what a token is before attention, worked out in plain Python."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -67,7 +68,10 @@ def test_numbers_beyond_64_bits_still_make_rows():
 def test_all_that_histories_add_starts_at_zero():
     embedding = NGramEmbedding(V, C, orders=[2, 3, 4])
     assert torch.equal(embedded(embedding, TEXT), embedding.weight[TEXT])
-    model = GPT(GPTConfig(vocab_size=V, n_embd=C, n_head=1, n_layer=1, block_size=16), embedding=embedding)
+    model = GPT(
+        GPTConfig(vocab_size=V, n_embd=C, n_head=1, n_layer=1, block_size=16, ngrams=(2, 3), ngram_rows=9)
+    )
+    assert [len(table) for table in model.embedding.tables] == [9, 9]
     assert all((table == 0).all() for table in model.embedding.tables)
     assert (model.embedding.weight != 0).any()
 
@@ -84,24 +88,31 @@ def test_dropout_takes_a_history_as_a_whole_and_only_while_training():
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"orders": []}, "embedding.orders="),
-        ({"orders": [1]}, "embedding.orders="),
-        ({"orders": [2, 2]}, "embedding.orders="),
-        ({"rows": 0}, "embedding.rows=0"),
-        ({"dropout": 1.0}, "embedding.dropout=1.0"),
-    ],
+    ("key", "value"),
+    [("ngrams", (1,)), ("ngrams", (2, 2)), ("ngram_rows", 0), ("ngram_dropout", 1.0)],
     ids=str,
 )
-def test_what_cannot_be_is_refused_by_name(options, named):
-    with pytest.raises(ConfigError, match=named):
-        NGramEmbedding(V, C, **{"orders": [2]} | options)
+def test_what_cannot_be_is_refused_by_name(key, value):
+    shown = str(list(value)) if isinstance(value, tuple) else str(value)
+    with pytest.raises(ConfigError, match=re.escape(f"model.{key}={shown}: ")):
+        GPTConfig(vocab_size=V, **{key: value})
+
+
+@pytest.mark.parametrize("vocab_size", [63, 1023, 4095])
+def test_every_token_of_a_history_counts_though_the_number_wraps_around(vocab_size):
+    embedding = NGramEmbedding(vocab_size, 2, orders=[12], rows=1 << 20)
+    tokens = torch.zeros(12, 12, dtype=torch.int64)
+    tokens.fill_diagonal_(1)  # histories that differ in one token, each in another one
+    assert embedding._rows(tokens, 12, 1 << 20).unique().numel() == 12
 
 
 def test_behind_a_cache_and_in_rows_of_different_lengths_histories_are_the_same():
-    config = GPTConfig(vocab_size=V, n_embd=C, n_head=1, n_layer=1, block_size=16)
-    model = GPT(config, embedding=ngrams(orders=[2, 4], rows=50)).eval()
+    config = GPTConfig(
+        vocab_size=V, n_embd=C, n_head=1, n_layer=1, block_size=16, ngrams=(2, 4), ngram_rows=50
+    )
+    model = GPT(config).eval()
+    for table in model.embedding.tables:
+        nn.init.normal_(table)
     seen = []
     model.embedding.register_forward_hook(lambda module, args, out: seen.append(out))
     rows = [TEXT, TEXT[:3]]

@@ -10,24 +10,29 @@ from test_launch import choice, command, contents, here  # noqa: F401 (fixtures)
 from minilm import checkpoint, launch
 from minilm.config import Command
 from minilm.errors import ConfigError
+from minilm.finetune import with_vocab_size
 
 # ruff: noqa: F811
 
 
 @pytest.fixture
 def finetune(command, here):
-    """finetune(said, **first): a run of four steps (with `first` said), then a new one with its weights."""
+    """finetune(said, …): a run of four steps, then a new one with its weights. recipe: what a recipe says there."""
 
-    def start(said=None, position="rope", steps=0, **more):
+    def start(said=None, position="rope", steps=0, recipe=None, **more):
         if not (here / "first").exists():
             launch.train(command({"position": choice("position", position)}, out_dir="first"))
         # what is not said is as different as it can be: the weights bring it along
         made = command(
-            {"model.n_embd": 32, "attention.qk_norm": False} | (said or {}), out_dir="second", **more
+            {"model.n_embd": 32, "attention.qk_norm": False} | (recipe or {}) | (said or {}),
+            out_dir="second",
+            **more,
         )
         config = copy.deepcopy(made.config) | {"init_from": "first"}
         config["train"]["max_steps"], config["schedule"]["warmup"] = steps, 0
-        return launch.train(Command(config, [*(said or {}), "init_from", "out_dir"], made.out_dir, False))
+        words = [*(said or {}), "init_from", "out_dir"]
+        words += ["resume"] * bool(more.get("resume")) + ["recipe"] * (recipe is not None)
+        return launch.train(Command(config, words, made.out_dir, False))
 
     return start
 
@@ -38,7 +43,7 @@ def test_a_run_begins_with_the_weights_the_shape_and_the_tokenizer_of_another(fi
     assert (first.step, second.step) == (4, 0)
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
     assert second.tokenizer == first.tokenizer
-    for section in ("model", "embedding", "attention", "mask", "position", "tokenizer"):
+    for section in ("model", "attention", "mask", "position", "tokenizer"):
         assert second.config[section] == first.config[section]
     assert trainer.model.config.n_embd == 16
     written = yaml.safe_load((here / "second" / "config.yaml").read_text())
@@ -116,9 +121,52 @@ def test_what_the_weights_do_not_fit_is_refused_by_its_key(finetune, here, said)
     assert not (here / "second").exists()
 
 
+def test_a_recipe_changes_nothing_of_what_comes_with_the_weights(finetune):
+    """The fixture's configuration differs in n_embd and qk_norm, as a recipe may make it; so do these."""
+    from_recipe = {"model.block_size": 12, "model.dropout": 0.5, "position.base": 500.0}
+    from_recipe |= {"mask": {"_target_": "minilm.attention.masks.SlidingWindow", "window": 4}}
+    from_recipe |= {"tokenizer": choice("tokenizer", "byte"), "train.batch_size": 3, "optim.lr": 0.125}
+    trainer = finetune(recipe=from_recipe)
+    first = checkpoint.load("first")
+    for section in ("model", "attention", "mask", "position", "tokenizer"):
+        assert trainer.settings[section] == first.config[section]
+    assert (trainer.settings["train"]["batch_size"], trainer.settings["optim"]["lr"]) == (3, 0.125)
+
+
+def test_what_is_said_beside_a_recipe_counts(finetune):
+    trainer = finetune({"model.block_size": 12}, recipe={"model.dropout": 0.5})
+    assert (trainer.settings["model"]["block_size"], trainer.settings["model"]["dropout"]) == (12, 0.0)
+
+
+def test_a_recipe_is_no_excuse_for_what_the_weights_do_not_fit(finetune):
+    with pytest.raises(ConfigError, match=r"^model.n_layer=2: .*leave it out"):
+        finetune({"model.n_layer": 2}, recipe={"model.dropout": 0.5})
+
+
 def test_a_resume_cannot_begin_with_other_weights(finetune, here):
-    with pytest.raises(ConfigError, match=r"resume=auto and init_from=first: .*say one of them"):
-        finetune(resume="auto")
+    with pytest.raises(ConfigError, match=r"resume=first and init_from=first: .*say one of them"):
+        finetune(resume="first")
+    assert not (here / "second").exists()
+
+
+def test_the_same_line_with_resume_auto_begins_and_goes_on(finetune, here):
+    begun = finetune(steps=2, resume="auto")
+    assert begun.step == 2
+    weights = checkpoint.load("second").weights
+    (here / "first").rename(here / "gone")  # the weights are needed no more
+    (here / "first").mkdir()
+    again = finetune(steps=2, resume="auto")
+    assert (again.step, again.model.config.n_embd) == (2, 16)
+    assert all(torch.equal(again.model.state_dict()[name], weights[name]) for name in weights)
+    assert finetune(steps=3, said={"train.max_steps": 3}, resume="auto").step == 3
+
+
+def test_plans_and_benches_have_the_shape_of_a_run_that_goes_on_too(finetune, here):
+    made = finetune(steps=2, resume="auto")
+    settings = made.settings | {"model": {}, "init_from": "first", "resume": "auto", "vocab_size": None}
+    found = with_vocab_size(Command(settings, ["init_from", "resume"], here / "second", False))
+    assert found["model"] == made.settings["model"]
+    assert found["vocab_size"] == made.model.config.vocab_size
 
 
 def test_weights_without_a_run_are_no_run_to_go_on_with(finetune, command, here):

@@ -66,8 +66,7 @@ EXPORTS = {
 def save(folder, tokenizer, model=(), attention=(), mask="causal", position="rope", noise=0.1):
     """A checkpoint of random weights, far from their initial size, so that every part of the model counts."""
     config = {
-        "model": choice("model", "micro") | SHAPE | dict(model),
-        "embedding": choice("embedding", "token"),
+        "model": choice("model", "micro") | SHAPE | {"ngrams": []} | dict(model),
         "attention": choice("attention", "mha") | dict(attention),
         "mask": choice("mask", mask) | ({"window": 5} if mask == "sliding" else {}),
         "position": choice("position", position)
@@ -199,13 +198,13 @@ def test_linear_attention_has_no_counterpart(tmp_path):
 
 def test_vectors_of_histories_have_no_counterpart(tmp_path):
     tokenizer, config = Byte(), checkpoint.load(save(tmp_path / "run", Byte()), state=False).config
-    config |= {"embedding": choice("embedding", "ngram")}
+    config |= {"model": config["model"] | {"ngrams": [2]}}
     weights = build_model(config, 256).state_dict()
     checkpoint.save(
         tmp_path / "n", 1, weights=weights, state={}, config=config, tokenizer=tokenizer.to_dict()
     )
     with pytest.raises(
-        ConfigError, match=r"embedding=ngram_embedding has no counterpart .* embedding=token has"
+        ConfigError, match=r"model\.ngrams=\[2\] has no counterpart .* model\.ngrams=\[\] has"
     ):
         export(tmp_path / "n", tmp_path / "hf")
 

@@ -32,7 +32,6 @@ def save(run, mask="Causal", attention=None, n_layer=2):
         "attention": attention or {"_target_": "minilm.attention.layer.MultiHeadAttention", "scale": "sqrt"},
         "mask": {"_target_": f"minilm.attention.masks.{mask}"},
         "position": {"_target_": "minilm.attention.positions.Rotary"},
-        "embedding": {"_target_": "minilm.embedding.TokenEmbedding"},
     }
     weights = build_model(config, vocab_size=256).state_dict()
     checkpoint.save(run, 7, weights=weights, state={}, config=config, tokenizer=Byte().to_dict())

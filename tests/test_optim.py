@@ -65,6 +65,22 @@ def test_muon_turns_and_decays_the_matrices_inside_the_blocks_alone(tied):
     assert {g["weight_decay"] for g in adamw.param_groups} == {0.0}
 
 
+@KINDS
+def test_a_parameter_of_three_dimensions_is_adamws_and_decays(optim):
+    net = model()
+    stack = net.blocks[0].stack = torch.nn.Parameter(torch.ones(3, 4, 5))
+    net.scalar = torch.nn.Parameter(torch.tensor(1.0))
+    optimizers = optim.build(net)
+    held = [id(p) for group in groups(optimizers) for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in net.parameters())
+    stepped(net, optimizers)  # Muon multiplies matrices
+    assert not torch.equal(stack, torch.ones(3, 4, 5))
+    [group] = [g for g in groups(optimizers[-1:]) if any(p is stack for p in g["params"])]
+    assert group["weight_decay"] == optim.weight_decay > 0
+    [group] = [g for g in groups(optimizers) if any(p is net.scalar for p in g["params"])]
+    assert group["weight_decay"] == 0
+
+
 def test_the_rates_are_those_that_were_asked_for():
     muon, adamw = Muon(lr=0.02, adam_lr=0.004, betas=(0.8, 0.9), eps=1e-7, momentum=0.7).build(model())
     assert [g["lr"] for g in muon.param_groups + adamw.param_groups] == [0.02, 0.004]

@@ -38,7 +38,7 @@ def test_the_script_says_all_of_it_and_leaves_nothing_behind(tmp_path):
     assert done.returncode == 0, done.stderr
     shown = " ".join(done.stdout.split())
     assert "vocab_size=256" in shown
-    count = 2 * 256 * 32 + 4 * 32 * 32 + 2 * 32 * 128 + 3 * 32
+    count = (2 * 256 + 3 * 16384) * 32 + 4 * 32 * 32 + 2 * 32 * 128 + 3 * 32
     assert f"total {count:,}" in shown
     assert "one text of 32 tokens 8 KiB" in shown  # 1 layer × 32 numbers × 32 tokens × 2 × 4 bytes
     for heading in (

@@ -26,7 +26,9 @@ DEFAULTS = {
     "overflow": "slide",
     "keep": 0.5,
     "device": "cpu",
+    "precision": "fp32",
     "threads": 1,
+    "compile": False,
 }
 
 

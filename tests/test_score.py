@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import TEXT
 
+from minilm import checkpoint
 from minilm.build import restore
 from minilm.data import read_text
 from minilm.errors import ConfigError
@@ -69,6 +70,22 @@ def test_a_text_of_one_token_has_no_figure(settings, tmp_path):
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(ConfigError, match="1 token, and the first one is not predicted"):
         score(settings(tmp_path / "one.txt"))
+
+
+def test_a_text_within_the_prefix_has_no_figure_and_one_token_more_has(settings, tiny_run, tmp_path):
+    saved = checkpoint.load(tiny_run[0])
+    config = saved.config | {"mask": {"_target_": "minilm.attention.masks.Prefix", "length": 16}}
+    checkpoint.save(
+        tmp_path / "prefix", 1, weights=saved.weights, state={}, config=config, tokenizer=saved.tokenizer
+    )
+    text = tmp_path / "text.txt"
+    for n in (2, 16):
+        text.write_text(TEXT[:n])
+        with pytest.raises(ConfigError, match=rf"text\.txt: {n} tokens, and the first 16, .* not predicted"):
+            score(settings(text, checkpoint=str(tmp_path / "prefix")))
+    text.write_text(TEXT[:17])
+    rows = score(settings(text, checkpoint=str(tmp_path / "prefix")))
+    assert 0 < number(rows, "nats per token") < math.inf
 
 
 def test_the_script_prints_them(call, settings, tiny_run, text_file):

@@ -265,11 +265,52 @@ def test_a_failure_in_the_middle_warns_once_and_the_others_go_on(tmp_path):
 
 
 class Kept(tracking.Tracker):
-    def __init__(self):
-        self.records = []
+    def __init__(self, wants_media=False):
+        self.wants_media = wants_media
+        self.records, self.pictures = [], []
 
     def log(self, record, step):
         self.records.append(record)
+
+    def picture(self, name, make, step):
+        self.pictures.append((name, make(), step))
+
+
+def test_a_picture_is_drawn_once_for_all_who_show_it_and_not_for_none():
+    drawn = []
+
+    def make():
+        drawn.append(np.zeros((2, 2, 4), np.uint8))
+        return drawn[-1]
+
+    for nobody in (tracking.Tracker(), tracking.Trackers([]), tracking.Trackers([tracking.Tracker()])):
+        nobody.picture("attention", make, 1)
+    assert drawn == []
+    shown = [Kept(wants_media=True), Kept(wants_media=True)]
+    tracking.Trackers(shown).picture("attention", make, 2)
+    assert len(drawn) == 1
+    assert all(tracker.pictures == [("attention", drawn[0], 2)] for tracker in shown)
+
+
+def test_nothing_is_drawn_after_the_last_who_showed_it_failed():
+    writer = tracking.Trackers([tracking.Wandb(BrokenRun()), Kept()])
+    with pytest.warns(UserWarning, match="wandb failed"):
+        writer.log({"a": 1}, step=1)
+    assert not writer.wants_media
+    writer.picture("attention", lambda: pytest.fail("drawn"), 2)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nmore")], ids=repr)
+def test_a_picture_that_cannot_be_drawn_is_a_warning_and_costs_no_tracker(error):
+    def make():
+        raise error
+
+    writer = tracking.Trackers([kept := Kept(wants_media=True)])
+    with pytest.warns(UserWarning, match=r"no picture of attention, .*: (out of memory|MemoryError)$"):
+        writer.picture("attention", make, 1)
+    writer.log({"a": 1}, step=1)
+    assert kept.records == [{"a": 1}]
+    assert kept.pictures == []
 
 
 def test_nothing_asked_for_is_nothing_done(tmp_path):
@@ -308,7 +349,7 @@ def test_the_offline_file_can_be_read_afterwards_and_holds_numbers_samples_and_p
         writer = start_wandb("offline", "minilm", "name", "group", {"seed": 3}, "run")
         writer.log({"step": 5, "val/loss": 1.25}, step=5)
         writer.sample("Once <b>upon</b>\\na time", step=5)
-        writer.picture("attention", np.zeros((8, 9, 4), np.uint8), step=5)
+        writer.picture("attention", lambda: np.zeros((8, 9, 4), np.uint8), step=5)
         writer.log({"step": 6, "val/loss": 1.0}, step=6)
         writer.finish(0)
         """,
@@ -359,7 +400,7 @@ def test_tensorboards_media(tmp_path):
 
     writer = tracking.TensorBoard(tmp_path)
     writer.sample("# Once\n*upon*", 3)
-    writer.picture("attention", np.full((8, 9, 4), 7, np.uint8), 3)
+    writer.picture("attention", lambda: np.full((8, 9, 4), 7, np.uint8), 3)
     writer.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -14,12 +14,13 @@ from minilm import checkpoint, training
 from minilm.attention import Full, MultiHeadAttention, Prefix
 from minilm.data import TokenData
 from minilm.errors import ConfigError
+from minilm.generation import encode_prompt
 from minilm.model import GPT, GPTConfig
 from minilm.optim import AdamW, Muon, load_states
 from minilm.schedule import Constant, Trapezoid
 from minilm.tokenizer import Char
-from minilm.tracking import Tracker
-from minilm.training import TrainConfig, Trainer, sample_prompt
+from minilm.tracking import Tracker, Trackers
+from minilm.training import TrainConfig, Trainer, sample_prompt, step
 
 T = 8
 CLOCK = {"train_seconds", "tokens_per_second"}
@@ -45,11 +46,14 @@ def make(
     dtype=torch.float32,
     data=DATA,
     schedule=None,
+    tokenizer=TOKENIZER,
+    writer=None,
+    picture=None,
     **train,
 ):
     """A trainer of a small model, as minilm.launch makes one."""
     torch.manual_seed(0)
-    config = GPTConfig(TOKENIZER.vocab_size, block_size=T, n_layer=1, n_head=2, n_embd=16, dropout=dropout)
+    config = GPTConfig(tokenizer.vocab_size, block_size=T, n_layer=1, n_head=2, n_embd=16, dropout=dropout)
     attention = (lambda: MultiHeadAttention(16, n_head=2, mask=mask)) if mask else None
     model = GPT(config, attention=attention).to(dtype)
     options = {
@@ -63,7 +67,7 @@ def make(
     return Trainer(
         model,
         forward=model,
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         data=data,
         optimizers=optim.build(model),
         schedule=schedule or Trapezoid(warmup=2),
@@ -72,7 +76,8 @@ def make(
         settings={"said": "so"},
         seed=3,
         precision="fp32",
-        writer=Tracker(),
+        writer=writer or Tracker(),
+        picture=picture,
     )
 
 
@@ -127,8 +132,8 @@ def test_a_batch_in_pieces_is_the_batch(tmp_path, monkeypatch, ragged):
 @pytest.mark.parametrize("mask", [None, Prefix(4), Full()], ids=str)
 def test_the_logged_loss_is_the_mean_over_the_batchs_targets(tmp_path, mask, micro):
     trainer = make(tmp_path, mask=mask, dropout=0.0, max_steps=2, micro_batch_size=micro)
-    for step in range(2):
-        batch = torch.from_numpy(trainer.windows.batch(step * 4, 4))
+    for number in range(2):
+        batch = torch.from_numpy(trainer.windows.batch(number * 4, 4))
         targets = trainer.model.hide_leaks(batch[:, 1:])
         with torch.no_grad():
             nats = F.cross_entropy(
@@ -137,7 +142,7 @@ def test_the_logged_loss_is_the_mean_over_the_batchs_targets(tmp_path, mask, mic
         loss, measured = trainer._update()
         trainer.step += 1
         assert loss == pytest.approx((nats.sum() / (targets >= 0).sum()).item(), rel=1e-5)
-        assert step or loss == pytest.approx(math.log(TOKENIZER.vocab_size), abs=0.1)
+        assert number or loss == pytest.approx(math.log(TOKENIZER.vocab_size), abs=0.1)
         assert measured["grad_norm"] > 0
 
 
@@ -166,6 +171,18 @@ def test_gradients_are_clipped_to_the_norm_that_was_asked_for(tmp_path):
         moved = torch.stack([(p - before[n]).norm() for n, p in trainer.model.named_parameters()]).norm()
         assert moved.item() == pytest.approx(limit or measured["grad_norm"], rel=1e-3)
         assert measured["grad_norm"] > 1e-2  # logged as it was before
+
+
+@pytest.mark.parametrize("worth", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_forgotten(tmp_path, worth):
+    trainer = make(tmp_path)
+    before = weights(trainer)
+    for p in trainer.model.parameters():
+        p.grad = torch.full_like(p, worth)
+    norm = step(trainer.optimizers, trainer.model.parameters(), trainer.scaler, 1.0)
+    assert not math.isfinite(norm)
+    assert same(weights(trainer), before)
+    assert all(p.grad is None for p in trainer.model.parameters())
 
 
 # ---- what is done beside the updates ----
@@ -253,6 +270,39 @@ def test_a_prompt_that_cannot_be_read_is_refused_and_none_has_a_beginning():
     assert sample_prompt(None, one_line, TokenData(np.array([2]), np.array([]), 0, None)) == [2]
 
 
+class Begun(Char):
+    """As of an imported model whose texts all begin with a token of their own, the last one."""
+
+    def __init__(self, chars):
+        super().__init__(chars)
+        self._tokens = [*self._tokens, b"<s>"]
+        self.prompt_start = [len(chars)]
+
+
+def test_samples_begin_as_other_texts_of_the_model_do_and_do_not_show_it(tmp_path):
+    begun = Begun(TOKENIZER.chars)
+    start = begun.vocab_size - 1
+    for prompt in ("The ", None, ""):
+        assert sample_prompt(prompt, begun, DATA) == encode_prompt(begun, prompt or "\n\n")
+        assert sample_prompt(prompt, begun, DATA)[0] == start
+    assert sample_prompt(None, Begun("abc"), TokenData(np.array([2]), np.array([]), 0, None)) == [3, 2]
+    trainer = make(tmp_path, tokenizer=begun, sample_prompt="The ", max_steps=1)
+    trainer.fit()
+    assert (tmp_path / "samples.txt").read_text().startswith("--- step 1\nThe ")
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_end_training(tmp_path):
+    def fails(ids):
+        raise MemoryError
+
+    writer = Trackers([shown := Tracker()])
+    make(tmp_path / "unseen", writer=writer, picture=fails).fit()  # nobody wants it
+    shown.wants_media = True
+    with pytest.warns(UserWarning, match="no picture of attention"):
+        make(tmp_path / "seen", writer=Trackers([shown]), picture=fails).fit()
+    assert checkpoint.load(tmp_path / "seen").step == 12
+
+
 # ---- checkpoints ----
 
 
@@ -338,6 +388,16 @@ def test_what_was_best_before_a_resume_stays_best_after(tmp_path, monkeypatch):
         (resume if options["max_steps"] == 8 else make)(tmp_path, eval_interval=4, **options).fit()
     assert checkpoint.load(tmp_path / "checkpoints" / "best").step == 4
     assert checkpoint.load(tmp_path).step == 8
+
+
+def test_the_id_that_a_tracker_knows_a_run_by_outlives_a_resume_without_it(tmp_path):
+    shown, other = Tracker(), Tracker()
+    shown.run_id, other.run_id = "abc", "def"
+    kept = []
+    for writer, goes_on in ((shown, make), (None, resume), (None, resume), (other, resume)):
+        goes_on(tmp_path, writer=writer, max_steps=3 * (len(kept) + 1)).fit()
+        kept.append(checkpoint.load(tmp_path).state["wandb_run_id"])
+    assert kept == ["abc", "abc", "abc", "def"]
 
 
 def test_a_run_that_had_saved_nothing_starts_its_files_anew(tmp_path):

@@ -55,6 +55,7 @@ class RaceBench(Bench):
             for name, recipe in self.recipes.items():
                 if name == "challenger" or i < self.baseline_seeds:
                     config = compose("train", [f"recipe={recipe}", f"seed={seed}", "train.sample_tokens=0"])
+                    config |= {key: setting.config[key] for key in ("threads", "device", "compile")}
                     curves[name][seed] = trained(config | {"data": whole(setting.config["data"])})
                     progress.step()
         clock = median(curve[-1][0] for curve in curves["baseline"].values())
@@ -99,7 +100,8 @@ def trained(config: dict[str, Any]) -> Curve:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, input=json.dumps(config), cwd=folder, capture_output=True, text=True)
         if done.returncode:
-            raise ConfigError(f"a run of the race failed: {done.stderr.strip().splitlines()[-1]}")
+            reason = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise ConfigError(f"a run of the race failed: {reason[-1]}")
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     records = map(json.loads, lines)
     return [(record["train_seconds"], record["val/loss"]) for record in records if "val/loss" in record]

@@ -57,7 +57,6 @@ class Setting:
             backend=options.get("backend", "fused"),
             chunk=layer.chunk if isinstance(layer, LinearAttention) else None,
             device=self.device.type,
-            ngrams=sum(len(table) for table in model.embedding.parameters()) - self.vocab_size,
         )
 
     def model(self) -> GPT:

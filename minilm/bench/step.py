@@ -52,7 +52,8 @@ class StepBench(Bench):
         settings = {way: _setting_of(setting, way) for way in self.ways}
         batch, size = setting.config["train"]["batch_size"], setting.cost.model.block_size
         tokens = batch * size
-        shapes = [(tokens, setting.cost.model.n_embd, setting.cost.mlp.hidden), *((n, n, n) for n in SQUARES)]
+        width = setting.cost.model.n_embd
+        shapes = [(tokens, width, setting.cost.mlp.hidden or width), *((n, n, n) for n in SQUARES)]
         products = {" × ".join(map(str, shape)): Product(*shape) for shape in shapes}
         cases: dict[str, Callable[[], object]] = {way: TrainingStep(it) for way, it in settings.items()}
         cases |= products

@@ -1,13 +1,12 @@
 """A training step as the trainer makes it, to be timed or weighed."""
 
 import torch
-from torch import nn
 
 from minilm.bench.setting import Setting
 from minilm.build import check, construct
 from minilm.optim import Optim
 from minilm.runtime import compile_model
-from minilm.training import TrainConfig, gradients
+from minilm.training import TrainConfig, gradients, step
 
 
 class TrainingStep:
@@ -32,10 +31,4 @@ class TrainingStep:
             precision=setting.precision,
             scaler=self.scaler,
         )
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip or float("inf"))
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-        self.scaler.update()
+        step(self.optimizers, self.model.parameters(), self.scaler, c.grad_clip)

@@ -5,7 +5,6 @@ import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -19,7 +18,7 @@ from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.lab.longer import evaluate_longer
 from minilm.lab.results import FAILED, LOG, read
-from minilm.lab.study import Study
+from minilm.lab.study import Job, Study
 from minilm.tracking import first_line
 
 
@@ -58,6 +57,16 @@ class Work:
             sys.exit(128 + stopped_by)  # no failure of this run: the study was stopped
 
 
+def launcher_words(study: Study, job: Job) -> list[str]:
+    """What a launcher is told of a job, as Hydra reads it. Its names are texts, whatever stands in them."""
+    words = [command_line.as_typed(word) for word in (*job.variant.words, f"seed={job.seed}", "resume=auto")]
+    said = {command_line.key_of(word) for word in words}
+    names = {"wandb.group": study.config.name, "wandb.name": f"{job.variant.name} {job.seed}"}
+    names = {key: name for key, name in names.items() if key not in said}
+    names["hydra.sweep.subdir"] = os.path.relpath(job.folder, study.folder)
+    return words + [command_line.as_text(key, name) for key, name in names.items()]
+
+
 def launch(study: Study) -> None:
     """Run the jobs that are not done yet. Returns when all have ended, well or not."""
     pending = [job for job in study.jobs if read(job, study.config.evaluate_at).state != "done"]
@@ -65,18 +74,12 @@ def launch(study: Study) -> None:
         return
     for job in pending:
         (job.folder / FAILED).unlink(missing_ok=True)
-    overrides = []
-    for job in pending:
-        words = [*job.variant.words, f"seed={job.seed}", "resume=auto"]
-        words += [f"wandb.group={study.config.name}", f"wandb.name={job.variant.name} {job.seed}"]
-        words += [f"hydra.sweep.subdir={os.path.relpath(job.folder, study.folder)}"]
-        overrides.append([command_line.as_typed(word) for word in words])
+    overrides = [launcher_words(study, job) for job in pending]
     loader = GlobalHydra.instance().config_loader()
     said = [word for word in HydraConfig.get().overrides.hydra if not word.startswith("hydra.mode=")]
-    words = [*said, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={Path(study.folder).resolve()}"]
-    master = loader.load_configuration(
-        "train", overrides=[command_line.as_typed(word) for word in words], run_mode=RunMode.MULTIRUN
-    )
+    words = [command_line.as_typed(word) for word in said]
+    words += ["hydra.mode=MULTIRUN", command_line.as_text("hydra.sweep.dir", str(study.folder.resolve()))]
+    master = loader.load_configuration("train", overrides=words, run_mode=RunMode.MULTIRUN)
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks(master)),
         task_function=Work(tuple(study.config.evaluate_at)),

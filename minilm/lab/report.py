@@ -14,12 +14,12 @@ import yaml
 
 from minilm.bench.base import Table
 from minilm.bench.report import machine, show_number
+from minilm.config import differences
 from minilm.files import write_atomic
 from minilm.lab import charts
 from minilm.lab.findings import Finding, Findings
 from minilm.lab.results import Result
 from minilm.lab.stats import Mean
-from minilm.launch import differences
 
 PACKAGES = ("minilm", "torch", "numpy", "hydra-core", "scipy", "statsmodels", "matplotlib")
 TEMPLATES = Path(__file__).parent

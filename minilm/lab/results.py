@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -75,9 +75,14 @@ def read(job: Job, evaluate_at: Sequence[int] = ()) -> Result:
     state, reason = "running" if records else "waiting", ""
     if (job.folder / FAILED).exists():
         state, reason = "failed", (job.folder / FAILED).read_text(encoding="utf-8")
-    elif _saved_step(job) == job.variant.steps and (not evaluate_at or (job.folder / LONGER).exists()):
-        state = "done"
-    return Result(job, state, reason, records)
+    found = Result(job, state, reason, records)
+    if (
+        state != "failed"
+        and _saved_step(job) == job.variant.steps
+        and found.longer.keys() >= set(evaluate_at)
+    ):
+        return replace(found, state="done")
+    return found
 
 
 def _saved_step(job: Job) -> int | None:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,15 +17,23 @@ from minilm.bench.measure import median_seconds
 from minilm.bench.setting import Setting
 from minilm.bench.training import TrainingStep
 from minilm.build import build_model, check
-from minilm.config import Command
+from minilm.config import Command, differences
 from minilm.cost import Cost
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
-from minilm.launch import MAY_CHANGE, Parts, differences
+from minilm.finetune import start_from
+from minilm.launch import Parts
 from minilm.plan import Run
 from minilm.runtime import check_seed
 
 TOLERANCE = 0.02  # of matched costs
+ASIDE = {
+    "resume",
+    "out_dir",
+    "wandb",
+    "tensorboard",
+    "threads",
+}  # runs that differ in these alone are the same
 UNITS = {"steps": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds of training"}
 
 
@@ -139,7 +147,9 @@ class Study:
     def save(self) -> None:
         """study.yaml: what is compared. A study that goes on reads back what was chosen by the clock."""
         said = {key: value for key, value in vars(self.config).items() if value not in ("", [], {}, None)}
-        variants = {v.name: {"own": list(v.own), "words": list(v.words)} for v in self.variants}
+        variants = {
+            v.name: {"own": list(v.own), "words": list(v.words), "steps": v.steps} for v in self.variants
+        }
         self.folder.mkdir(parents=True, exist_ok=True)
         whole = said | {"seeds": self.seeds, "chosen": self.chosen, "variants": variants}
         write_atomic(
@@ -229,11 +239,20 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _variant(name: str, own: list[str], words: list[str], seed: int) -> Variant:
-    """A variant composed and checked as train.py checks it, its model built without numbers."""
+    """A variant composed and checked as train.py checks it, its model built without numbers.
+
+    init_from is pinned to one checkpoint: runs/latest, say, leads elsewhere once the first run has begun.
+    """
     last = {command_line.key_of(word): word for word in words}  # the last word on a key counts
+    composed = command_line.compose("train", [*last.values(), f"seed={seed}", "out_dir=unused"])
+    config, begins = start_from(Command(composed, list(last), Path("unused"), default_out_dir=False))
+    parts = Parts.of(config, begins)
+    if begins:
+        plain = re.fullmatch(r"[\w./-]+", str(begins.path))
+        last["init_from"] = (
+            f"init_from={begins.path}" if plain else command_line.as_text("init_from", str(begins.path))
+        )
     words = list(last.values())
-    config = command_line.compose("train", [*words, f"seed={seed}", "out_dir=unused"])
-    parts = Parts.of(config)
     with torch.device("meta"):
         model = build_model(config, parts.tokenizer.vocab_size)
     data = parts.tokens(model.config.block_size)
@@ -284,7 +303,7 @@ def _budgeted(
     """The variants with steps enough to spend what the base spends in its own train.max_steps."""
     base = variants[0]
     if budget == "seconds":
-        steps = _timed_before(variants, folder) or _timed(variants)
+        steps = _timed_before(variants, budget, folder) or _timed(variants)
     else:
         price: dict[str, float] = {
             v.name: v.cost.tokens if budget == "tokens" else v.cost.flops for v in variants
@@ -312,17 +331,21 @@ def _whole(steps: float) -> int:
     return max(1, math.floor(steps + 0.5))
 
 
-def _timed_before(variants: list[Variant], folder: Path) -> dict[str, int] | None:
-    """The steps that an earlier start of this study found, so that it goes on as it began."""
+def _timed_before(variants: list[Variant], budget: str, folder: Path) -> dict[str, int] | None:
+    """The steps that an earlier start of this very study found, so that it goes on as it began."""
+    base = variants[0]
     try:
-        saved = yaml.safe_load((folder / "study.yaml").read_text(encoding="utf-8"))["variants"]
-        steps = {}
-        for v in variants:
-            said = [w for w in saved[v.name]["words"] if w.startswith("train.max_steps=")]
-            steps[v.name] = int(said[-1].partition("=")[2]) if said else v.steps
-        return steps
+        study = yaml.safe_load((folder / "study.yaml").read_text(encoding="utf-8"))
+        saved = study["variants"]
+        same = study["budget"] == budget and saved[base.name]["steps"] == base.steps
+        same &= all(_but_for_steps(saved[v.name]["words"]) == _but_for_steps(v.words) for v in variants)
+        return {v.name: int(saved[v.name]["steps"]) for v in variants} if same else None
     except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError):
         return None
+
+
+def _but_for_steps(words: Iterable[str]) -> list[str]:
+    return [word for word in words if command_line.key_of(word) != "train.max_steps"]
 
 
 # ---- going on ----
@@ -335,8 +358,7 @@ def _check_folder(job: Job) -> None:
         return
     then = yaml.safe_load(path.read_text(encoding="utf-8"))
     now = job.variant.config | {"seed": job.seed}
-    aside = {key for key in MAY_CHANGE if key not in ("train", "optim", "schedule")}
-    for section in sorted((set(then) | set(now)) - aside):
+    for section in sorted((set(then) | set(now)) - ASIDE):
         for key, old, new in differences(section, then.get(section), now.get(section)):
             raise ConfigError(
                 f"{job.folder} holds a run with {key}={old}, and this study says {new}: name another out_dir=…"

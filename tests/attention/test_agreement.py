@@ -2,7 +2,7 @@
 
 Each draw is a whole model from the product of
 
-    embedding 3 × norm 2 × mlp 4 × bias 2 × tied embeddings 2 × layers 2 × (query heads, key heads) 8 × head width 3
+    norm 2 × mlp 4 × n-grams 3 × bias 2 × tied embeddings 2 × layers 2 × (query heads, key heads) 8 × head width 3
     × qk-norm 2 × mask 9 × position 5 × (mha: backend 3 × scale 4, or linear: chunk 3)
 
 which is 6,220,800 models, each with a batch of one to three prompts, mostly of unequal lengths, cut into pieces, and
@@ -41,6 +41,7 @@ SIZE, VOCAB, NEW = 8, 13, 7  # the context, the vocabulary, tokens to generate
 BLOCK = {
     "norm": ["rmsnorm", "layernorm"],
     "mlp": ["gelu", "relu2", "swiglu", "none"],
+    "ngrams": [[], [2], [3, 2]],
     "bias": [False, True],
     "tie_embeddings": [False, True],
     "n_layer": [1, 2],
@@ -53,11 +54,6 @@ MASKS = [
     {"_target_": "Full"},
     *({"_target_": "SlidingWindow", "window": w} for w in (1, 2, 3, SIZE, SIZE + 3)),
     *({"_target_": "Prefix", "length": p} for p in (2, 4)),
-]
-EMBEDDINGS = [
-    {"_target_": "TokenEmbedding"},
-    {"_target_": "NGramEmbedding", "orders": [2]},
-    {"_target_": "NGramEmbedding", "orders": [3, 2], "rows": 40},  # fewer than there are histories
 ]
 POSITIONS = ["NoPosition", "Sinusoidal", "Learned", "Rotary", "Alibi"]
 KINDS = {
@@ -74,9 +70,7 @@ def size_of(options):
 
 
 def test_the_size_of_the_space_is_as_stated():
-    models = (
-        size_of(BLOCK) * len(EMBEDDINGS) * len(MASKS) * len(POSITIONS) * sum(map(size_of, KINDS.values()))
-    )
+    models = size_of(BLOCK) * len(MASKS) * len(POSITIONS) * sum(map(size_of, KINDS.values()))
     assert f"{models:,} models" in __doc__
     assert "600 draws" in __doc__
 
@@ -85,16 +79,21 @@ def configuration(rng):
     def choose(options):
         return {name: rng.choices(values, WEIGHTS.get(name))[0] for name, values in options.items()}
 
-    kind, embedding = rng.choice(["mha", "mha", "linear"]), rng.choice(EMBEDDINGS)
+    kind = rng.choice(["mha", "mha", "linear"])
     block, own = choose(BLOCK), choose(KINDS[kind])
     (n_head, n_kv_head), head_dim, qk_norm = (block.pop(key) for key in ("heads", "head_dim", "qk_norm"))
     mask, position = rng.choices(MASKS, WEIGHTS["mask"])[0], rng.choice(POSITIONS)
     if kind == "linear" and rng.random() < 0.8:  # else most of them would be refused
         mask = rng.choice(MASKS[:2])
-    shape = {"n_head": n_head, "n_kv_head": n_kv_head, "n_embd": n_head * head_dim, "block_size": SIZE}
+    shape = {
+        "n_head": n_head,
+        "n_kv_head": n_kv_head,
+        "n_embd": n_head * head_dim,
+        "block_size": SIZE,
+        "ngram_rows": 40,
+    }
     return {
         "model": block | shape,
-        "embedding": embedding | {"_target_": f"minilm.embedding.{embedding['_target_']}"},
         "attention": {"_target_": f"minilm.attention.{TARGETS[kind]}", "qk_norm": qk_norm, **own},
         "mask": mask | {"_target_": f"minilm.attention.masks.{mask['_target_']}"},
         "position": {"_target_": f"minilm.attention.positions.{position}"},
@@ -340,7 +339,6 @@ def test_frames_are_all_that_a_row_needs():
         "attention": {"_target_": "minilm.attention.layer.MultiHeadAttention"},
         "mask": {"_target_": "minilm.attention.masks.Causal"},
         "position": {"_target_": "minilm.attention.positions.Rotary"},
-        "embedding": {"_target_": "minilm.embedding.TokenEmbedding"},
     }
     model, row = build(config), [1, 2, 3, 4, 5]
     off = model(torch.tensor([row]), pos=torch.tensor([[0, 1, 2, 3, 5]]))[0]

@@ -156,9 +156,9 @@ def test_positions_that_cannot_be_are_refused():
 
 
 def test_slow_pairs_turn_slower_fast_ones_as_before_and_those_between_in_proportion():
-    # base 4: pairs turn 4⁰, 4⁻¹, 4⁻², 4⁻³ radians a position, so 8, 2, 1/2 and 1/8 times in 16π tokens, about 50
+    # base 256: pairs turn 4⁰, 4⁻¹, 4⁻², 4⁻³ radians a position, so 8, 2, 1/2 and 1/8 times in 16π tokens, about 50
     stretched = StretchedRotary(
-        head_dim=8, base=4, factor=10, low_turns=0.5, high_turns=3.5, original_block_size=50
+        head_dim=8, base=256, factor=10, low_turns=0.5, high_turns=3.5, original_block_size=50
     )
     found = stretched.frequencies(8, torch.arange(3)).tolist()
     turns = 50 / (2 * math.pi) / 4

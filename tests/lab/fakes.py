@@ -26,7 +26,7 @@ SMALL = (
     "model.n_embd=32",
     "model.n_layer=2",
 )
-SMALL += ("model.block_size=16", "train.max_steps=40", "train.batch_size=4")
+SMALL += ("model.block_size=16", "model.ngrams=[]", "train.max_steps=40", "train.batch_size=4")
 
 
 def ablate_command(words, others=()) -> Command:
@@ -39,7 +39,7 @@ def ablate_command(words, others=()) -> Command:
         OmegaConf.masked_copy(config, [k for k in config if k != "hydra"]), resolve=True
     )
     said = [command_line.key_of(word) for word in words]
-    return Command(plain, said, Path(plain["out_dir"]), "out_dir" not in said, tuple(others))
+    return Command(plain, said, Path(plain["out_dir"]), "out_dir" not in said, others=tuple(others))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from minilm import checkpoint, training
 from minilm.lab import live, stats
@@ -170,6 +171,60 @@ def test_help_names_the_studies(call):
     text = call("ablate", "--help").out
     assert "attention_scale" in text
     assert "vary=" in text
+
+
+NAMED = """
+defaults: [own]
+name: "12"
+variants:
+  one head: model.n_head=1
+  2 heads, 1 of keys: [model.n_head=2, model.n_kv_head=1]
+"""
+
+
+def test_names_are_free_and_lengths_may_be_asked_for_later(call, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine/study").mkdir(parents=True)
+    Path("mine/study/named.yaml").write_text(NAMED)
+    words = ("study=named", f"--config-dir={Path('mine').resolve()}", "seeds=1", "out_dir='a, b'", *tiny)
+    result = call("ablate", *words, "study.evaluate_at=[1]")
+    assert result.status == 0, result.err
+    run = tmp_path / "a, b" / "2_heads_1_of_keys" / "seed_1"
+    assert yaml.safe_load((run / "config.yaml").read_text())["wandb"]["group"] == "12"
+    before = (run / "metrics.jsonl").stat().st_mtime_ns
+
+    result = call("ablate", *words, "study.evaluate_at=[1,2]")
+    assert result.status == 0, result.err
+    assert all(row["val_loss_at_2x"] for row in results(tmp_path / "a, b"))
+    assert (run / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_a_study_of_finetuning_begins_with_the_weights_and_goes_on(call, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = call("train", *tiny, "train.max_steps=4", "out_dir=first")
+    assert first.status == 0, first.err
+    few = [word for word in tiny if not word.startswith(("model.", "train.max_steps"))]
+    words = ("vary=optim.lr=[0.001,0.002]", "seeds=1", "out_dir=study", *few, "init_from=runs/latest")
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, "_update", stopping(training.Trainer._update, at=12))
+        assert call("ablate", *words, "train.max_steps=16").status == 1
+    words = (*words[:-1], "init_from=first")  # runs/latest has moved on
+    result = call("ablate", *words, "train.max_steps=16")
+    assert result.status == 0, result.err
+    for row in results(tmp_path / "study"):
+        run = tmp_path / "study" / row["variant"] / "seed_1"
+        assert checkpoint.find(run).name == "step_00000016"
+        assert checkpoint.load(run).config["init_from"] == str(checkpoint.find("first"))
+    assert call("ablate", *words, "train.max_steps=16").status == 0
+
+
+def stopping(update, at):
+    def disturbed(self, *args, **options):
+        if self.step == at:
+            raise MemoryError("no room")
+        return update(self, *args, **options)
+
+    return disturbed
 
 
 # ---- the table ----

@@ -4,9 +4,12 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from lab.fakes import leave_run
+from lab.fakes import SMALL, composing, leave_run
+from minilm import checkpoint
+from minilm import config as command_line
 from minilm.config import choices
 from minilm.errors import ConfigError
+from minilm.lab import study as module
 from minilm.lab.study import TOLERANCE
 
 STUDIES = sorted(path.stem for path in (ROOT / "configs" / "study").glob("*.yaml") if path.stem != "own")
@@ -106,17 +109,26 @@ def test_what_cannot_run_is_refused_by_name(words, message, planned):
         planned(*words)
 
 
+OTHERWISE = {
+    "train.max_steps=50": "40",
+    "optim.lr=0.5": r"[\d.]+",
+    "precision=bf16": "fp32",
+    "compile=True": "False",
+    "device=auto": "cpu",
+}
+
+
 def test_a_folder_with_other_runs_is_refused(planned):
     study = planned("vary=model.n_head=[1,2]", "seeds=1")
     leave_run(study.jobs[0], [1.0])
     path = study.jobs[0].folder / "config.yaml"
     path.write_text(yaml.safe_dump(study.jobs[0].variant.config | {"seed": 1}))
     planned("vary=model.n_head=[1,2]", "seeds=3")  # more seeds may join
-    planned("vary=model.n_head=[1,2]", "seeds=1", "threads=1")
-    with pytest.raises(
-        ConfigError, match=r"seed_1 holds a run with train.max_steps=40, and this study says 50"
-    ):
-        planned("vary=model.n_head=[1,2]", "seeds=1", "train.max_steps=50")
+    planned("vary=model.n_head=[1,2]", "seeds=1", "threads=1", "wandb.mode=offline", "tensorboard=true")
+    for word, then in OTHERWISE.items():
+        key, _, now = word.partition("=")
+        with pytest.raises(ConfigError, match=rf"holds a run with {key}={then}, and this study says {now}"):
+            planned("vary=model.n_head=[1,2]", "seeds=1", word)
 
 
 # ---- fair comparison ----
@@ -154,13 +166,119 @@ def test_equal_flops(planned):
     assert spent[1] == pytest.approx(spent[0], rel=0.01)
 
 
-def test_equal_seconds_are_measured_once_and_then_kept(planned, monkeypatch):
-    from minilm.lab import study as module
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(**seconds): what a step of each variant takes from now on."""
 
-    monkeypatch.setattr(module, "median_seconds", lambda cases, *args, **options: {"1": 0.01, "3": 0.02})
-    words = ("vary=model.n_layer=[1,3]", "study.budget=seconds", "train.max_steps=100")
-    study = planned(*words)
+    def set_to(**seconds):
+        taken = {name.lstrip("_"): value for name, value in seconds.items()}
+        monkeypatch.setattr(module, "median_seconds", lambda cases, *args, **options: taken)
+
+    return set_to
+
+
+SECONDS = ("vary=model.n_layer=[1,3]", "study.budget=seconds")
+
+
+def test_equal_seconds_are_measured_once_and_then_kept(planned, clock):
+    clock(_1=0.01, _3=0.02)
+    study = planned(*SECONDS, "train.max_steps=100")
     assert [v.steps for v in study.variants] == [100, 50]
     study.save()
-    monkeypatch.setattr(module, "median_seconds", None)
-    assert [v.steps for v in planned(*words).variants] == [100, 50]
+    clock(_1=0.01, _3=0.04)
+    assert [v.steps for v in planned(*SECONDS, "train.max_steps=100").variants] == [100, 50]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "steps"),
+    [
+        ([*SECONDS, "train.max_steps=100"], [*SECONDS, "train.max_steps=200"], [200, 50]),
+        (
+            [*SECONDS, "train.max_steps=100"],
+            [*SECONDS, "train.max_steps=100", "train.batch_size=2"],
+            [100, 25],
+        ),
+        (["vary=model.n_layer=[1,3]", "study.budget=flops"], SECONDS, [40, 10]),
+        (["vary=model.n_layer=[1,3]"], SECONDS, [40, 10]),
+    ],
+    ids=["steps", "words", "flops", "budget"],
+)
+def test_what_was_measured_for_another_study_is_measured_again(before, now, steps, planned, clock):
+    clock(_1=0.01, _3=0.02)
+    planned(*before).save()
+    clock(_1=0.01, _3=0.04)
+    assert [v.steps for v in planned(*now).variants] == steps
+
+
+# ---- from the weights of another run ----
+
+
+@pytest.fixture
+def first(planned, call, tmp_path):
+    """A run with bytes as tokens, learned positions and another shape than what is planned by default."""
+    words = [
+        *SMALL,
+        "data.path=text.txt",
+        "tokenizer=byte",
+        "position=learned",
+        "model.n_head=2",
+        "model.n_layer=1",
+    ]
+    result = call("train", *words, "train.max_steps=2", "train.sample_tokens=0", "out_dir=first")
+    assert result.status == 0, result.err
+    return tmp_path / "first"
+
+
+FROM_FIRST = (
+    "init_from=first",
+    "data=file",
+    "data.path=text.txt",
+    "device=cpu",
+    "precision=fp32",
+    "threads=1",
+)
+
+
+def test_a_study_of_a_models_weights_is_planned_with_its_shape_and_tokenizer(first, planned):
+    study = planned("vary=optim.lr=[0.01,0.02]", "recipe=study_cpu", *FROM_FIRST, small=False)
+    saved = checkpoint.load(first)
+    for variant in study.variants:
+        setting = variant.cost.setting
+        for section in ("model", "position", "tokenizer"):
+            assert variant.config[section] == saved.config[section]
+        assert setting.vocab_size == 256
+        assert (
+            variant.parameters
+            == sum(
+                tensor.numel() for name, tensor in saved.weights.items() if name != "position.table.weight"
+            )
+            + saved.weights["position.table.weight"].numel()
+        )
+
+
+def test_all_its_runs_begin_with_the_checkpoint_that_was_there_in_the_beginning(first, planned, tmp_path):
+    (tmp_path / "runs" / "latest").unlink()
+    (tmp_path / "runs" / "latest").symlink_to(first)
+    words = ("vary=optim.lr=[0.01,0.02]", "init_from=runs/latest", *FROM_FIRST[1:])
+    study = planned(*words, small=False)
+    pinned = f"init_from={checkpoint.find(first)}"
+    assert all(pinned in job.words for job in study.jobs)
+    assert all("init_from=runs/latest" not in job.words for job in study.jobs)
+
+
+def test_weights_in_a_folder_with_a_comma(first, planned, tmp_path):
+    first.rename(tmp_path / "a, b")
+    words = ("vary=optim.lr=[0.01,0.02]", "init_from='a, b'", *FROM_FIRST[1:])
+    (again,) = {v.config["init_from"] for v in planned(*words, small=False).variants}
+    assert again == str(checkpoint.find("a, b"))
+    study = planned(*words, small=False)
+    with composing():
+        composed = command_line.compose("train", study.jobs[0].words[:-1])
+    assert composed["init_from"] == again
+
+
+def test_a_variant_that_the_weights_do_not_fit_is_refused(first, planned):
+    with pytest.raises(
+        ConfigError, match=r"variant 3: model.n_layer=3: .*has 1, and its weights fit nothing"
+    ):
+        planned("vary=model.n_layer=[1,3]", *FROM_FIRST, small=False)
