@@ -19,7 +19,7 @@ from minilm.config import Command, differences, overlay
 from minilm.data import ROOT, Corpus, TokenData, prepare
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
-from minilm.finetune import start_from
+from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
 from minilm.optim import Optim, load_states
 from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
@@ -211,11 +211,14 @@ def _find_resumed(command: Command) -> Checkpoint | None:
 
 def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
     """The saved run's configuration with what was said on this command line, if a resumed run may change it."""
-    merged = (
-        (command.config | {"init_from": saved.config.get("init_from")})
-        if "recipe" in command.said
-        else overlay(saved.config, command)
-    )
+    begun_from = saved.config.get("init_from")
+    if "recipe" not in command.said:
+        merged = overlay(saved.config, command)
+    elif begun_from is None:
+        merged = command.config
+    else:  # a recipe had no say in what came with the weights
+        merged = overlay(command.config | {section: saved.config[section] for section in SECTIONS}, command)
+    merged = merged | {"init_from": begun_from}
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section not in MAY_CHANGE:

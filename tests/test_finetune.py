@@ -161,6 +161,18 @@ def test_the_same_line_with_resume_auto_begins_and_goes_on(finetune, here):
     assert finetune(steps=3, said={"train.max_steps": 3}, resume="auto").step == 3
 
 
+def test_so_does_one_with_a_recipe(finetune, here):
+    recipe = {
+        "model.block_size": 12,
+        "mask": {"_target_": "minilm.attention.masks.SlidingWindow", "window": 4},
+    }
+    finetune(steps=2, recipe=recipe, resume="auto")
+    again = finetune(steps=2, recipe=recipe, resume="auto")
+    assert (again.step, again.model.config.block_size) == (2, 16)
+    written = yaml.safe_load((here / "second" / "config.yaml").read_text())
+    assert written["init_from"] == str(checkpoint.find("first"))
+
+
 def test_plans_and_benches_have_the_shape_of_a_run_that_goes_on_too(finetune, here):
     made = finetune(steps=2, resume="auto")
     settings = made.settings | {"model": {}, "init_from": "first", "resume": "auto", "vocab_size": None}

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_the_loss_in_the_report_is_the_runs_own(whole):
 def test_its_command_makes_a_run_again(whole, forked, tmp_path):
     folder, _ = whole
     row = results(folder)[3]
-    words = row["command"].split()[2:]
+    words = shlex.split(row["command"])[2:]
     assert forked("train", *words, cwd=tmp_path).status == 0
     run = tmp_path / "study" / row["variant"] / f"seed_{row['seed']}"
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -105,6 +106,7 @@ def test_an_interrupt_stops_the_study_and_loses_nothing(forked, tiny, tmp_path):
     assert not (tmp_path / "study" / "sqrt" / "seed_1" / "failed.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_other_launchers_come_to_the_same(launcher, whole, forked, tiny, tmp_path):
     result = forked("ablate", *STUDY, *tiny, f"hydra/launcher={launcher}", cwd=tmp_path)

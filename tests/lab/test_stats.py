@@ -87,6 +87,7 @@ def shown(rng, *, shift, n_variants, repeats, seeds=3):
     return hits / repeats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_variants", [1, 4])
 def test_what_is_not_there_is_seen_in_one_study_of_twenty(n_variants):
     share = shown(np.random.default_rng(1), shift=0.0, n_variants=n_variants, repeats=400)
@@ -96,4 +97,4 @@ def test_what_is_not_there_is_seen_in_one_study_of_twenty(n_variants):
 
 
 def test_a_large_effect_is_seen():
-    assert shown(np.random.default_rng(2), shift=0.3, n_variants=2, repeats=50) > 0.95
+    assert shown(np.random.default_rng(2), shift=0.3, n_variants=2, repeats=20) > 0.9
