@@ -108,6 +108,10 @@ class Cost:
             "head": 0 if c.tie_embeddings else c.vocab_size * c.n_embd,
         }
 
+    def multiplied(self) -> int:
+        """Numbers that every token is multiplied by: the matrices inside the blocks, and the head's."""
+        return sum(self.matrices().values()) + self.model.vocab_size * self.model.n_embd
+
     def flops(self, context: int, *, training: bool = False) -> Flops:
         """For one of `context` tokens: a forward pass, or a forward and a backward one.
 
@@ -115,7 +119,7 @@ class Cost:
         for it has not kept them: 5 instead of 4 (Dao 2023).
         """
         c = self.model
-        rest = 2.0 * (sum(self.matrices().values()) + c.vocab_size * c.n_embd)
+        rest = 2.0 * self.multiplied()
         if self.chunk is None:
             attention = 2.0 * 2 * self._keys(context) * c.n_embd  # Q Kᵀ and weights · V
         elif isinstance(self.mask, Full):  # φ(K)ᵀ V, φ(Q) · that, and the denominator

@@ -30,6 +30,7 @@ def evaluate(
     """
     device = next(model.parameters()).device
     total, count, done = 0.0, 0, 0
+    all_windows = whole_windows(len(tokens), block_size, stride or block_size) + 1
     with inference(model), autocast or nullcontext():
         for inputs, targets in windows(tokens, block_size, batch_size, stride):
             logits = at_least_float32(model(inputs.to(device)))
@@ -38,8 +39,13 @@ def evaluate(
             total += losses.double().sum().item()
             count += int((targets >= 0).sum())
             done += len(inputs)
-            progress(done, whole_windows(len(tokens), block_size, stride or block_size) + 1)
+            progress(done, all_windows)
     return total / count
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats per token; a float64 ends at e^709."""
+    return float(np.exp(min(loss, 700)))
 
 
 def at_least_float32(x: Tensor) -> Tensor:

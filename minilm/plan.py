@@ -3,54 +3,14 @@
 import sys
 from dataclasses import dataclass
 
-import torch
-
 from minilm.bench.base import Table
-from minilm.bench.measure import free_bytes, median_seconds
+from minilm.bench.measure import Product, free_bytes, median_seconds
 from minilm.bench.report import print_table, show_bytes, show_number, show_seconds
-from minilm.bench.setting import Setting
+from minilm.bench.setting import Run, Setting
 from minilm.bench.training import TrainingStep
-from minilm.build import check, construct
 from minilm.config import Command
-from minilm.cost import Memory
 from minilm.errors import ConfigError
 from minilm.finetune import with_vocab_size
-from minilm.optim import Optim
-from minilm.training import TrainConfig
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training run that has not begun. windows: those that are in memory at a time."""
-
-    setting: Setting
-    train: TrainConfig
-    optimizer: str
-
-    @property
-    def windows(self) -> int:
-        return min(self.train.micro_batch_size or self.train.batch_size, self.train.batch_size)
-
-    @property
-    def tokens(self) -> int:
-        """A step's."""
-        return self.train.batch_size * self.setting.cost.model.block_size
-
-    @property
-    def flops(self) -> float:
-        """A step's, the optimizer's included."""
-        cost = self.setting.cost
-        one = cost.flops(cost.model.block_size, training=True).total
-        return self.tokens * one + cost.optimizer_flops(self.optimizer)
-
-    @property
-    def memory(self) -> Memory:
-        return self.setting.cost.memory(
-            self.windows,
-            optimizer=self.optimizer,
-            precision=self.setting.precision,
-            accumulates=self.windows < self.train.batch_size,
-        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +29,7 @@ def plan(command: Command) -> None:
     if not isinstance(seconds, int | float) or not seconds >= 0:
         raise ConfigError(f"seconds={seconds}: a number, 0 for no measurement")
     setting = Setting.of(config)
-    train = TrainConfig(**check(TrainConfig, config["train"], "train"))
-    run = Run(setting, train, type(construct(config, "optim", Optim)).__name__)
+    run = Run.of(setting)
     tables = [parameters(run), flops(run), memory(run), cache(run)]  # whatever is wrong is told here
     print(f"vocab_size={setting.vocab_size}: {setting.vocab_source}")
     print(f"device={setting.device} precision={setting.precision}\n")
@@ -142,10 +101,8 @@ def matmul_rate(run: Run) -> float:
     """FLOPs a second of the feed-forward layer's product, or of a square one where there is none, in its precision."""
     setting, cost = run.setting, run.setting.cost
     tokens, width, hidden = min(run.tokens, 4096), cost.model.n_embd, cost.mlp.hidden or cost.model.n_embd
-    x = torch.randn(tokens, width, device=setting.device, dtype=setting.dtype)
-    matrix = torch.randn(width, hidden, device=setting.device, dtype=setting.dtype)
-    seconds = median_seconds({0: lambda: x @ matrix}, setting.device, repeats=7)[0]
-    return 2 * tokens * width * hidden / seconds
+    product = Product(tokens, width, hidden, setting.device, setting.dtype)
+    return product.flops / median_seconds({0: product}, setting.device, repeats=7)[0]
 
 
 def clock(run: Run, pace: Pace) -> Table:

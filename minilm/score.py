@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from minilm.build import check, restore
 from minilm.console import bar
 from minilm.data import TokenData, read_text
 from minilm.errors import ConfigError
-from minilm.evaluation import evaluate
+from minilm.evaluation import evaluate, perplexity
 from minilm.runtime import autocast, resolve_device, resolve_precision, set_threads
 
 
@@ -77,6 +75,6 @@ def score(config: dict[str, Any]) -> list[tuple[str, str]]:
         ("text", f"{len(tokens):,} tokens, {data.val_bytes:,} bytes"),
         ("context", f"{size} tokens, {'without' if options.stride in (None, size) else 'with'} overlap"),
         ("nats per token", f"{loss:.4f}"),
-        ("perplexity", f"{float(np.exp(min(loss, 700))):.4g}"),
+        ("perplexity", f"{perplexity(loss):.4g}"),
         ("bits per byte", f"{data.bits_per_byte(loss):.4f}"),
     ]

@@ -22,7 +22,7 @@ from minilm.checkpoint import Checkpoint
 from minilm.console import Console
 from minilm.data import TokenData, Windows
 from minilm.errors import ConfigError
-from minilm.evaluation import at_least_float32, evaluate
+from minilm.evaluation import at_least_float32, evaluate, perplexity
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
 from minilm.plots import plot_loss
@@ -224,7 +224,7 @@ class Trainer:
         return {
             "val/loss": loss,
             "val/bits_per_byte": self.data.bits_per_byte(loss),
-            "val/perplexity": float(np.exp(min(loss, 700))),  # a float64 ends at e^709
+            "val/perplexity": perplexity(loss),
         }
 
     def _sample(self) -> None:

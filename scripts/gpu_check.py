@@ -21,9 +21,9 @@ from minilm.attention import Alibi, Causal, Frame, Full, NoPosition, Position, P
 from minilm.attention.kernels import BACKENDS, attend, resolve_scale
 from minilm.attention.masks import Mask
 from minilm.attention.positions import rotate
-from minilm.bench.measure import free_bytes, median_seconds, peak_bytes
+from minilm.bench.measure import Product, free_bytes, median_seconds, peak_bytes
 from minilm.bench.setting import Setting
-from minilm.bench.step import Product, model_flops
+from minilm.bench.step import model_flops
 from minilm.bench.training import TrainingStep
 from minilm.config import CONFIGS
 from minilm.decoding import CompiledStep

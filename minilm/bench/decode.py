@@ -110,7 +110,7 @@ class DecodeBench(Bench):
     def read(self, setting: Setting, context: int) -> float:
         """Bytes that a cached step reads, over those at the shortest context."""
         cost = setting.cost
-        weights = FLOAT32 * (sum(cost.matrices().values()) + cost.model.vocab_size * cost.model.n_embd)
+        weights = FLOAT32 * cost.multiplied()
         return (weights + cost.cache_bytes(context)) / (weights + cost.cache_bytes(self.contexts[0]))
 
     def table(self, seconds: dict[Case, float], held: dict[int, int], formula: dict[int, int]) -> Table:

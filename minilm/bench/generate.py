@@ -85,7 +85,7 @@ class GenerateBench(Bench):
         with torch.no_grad():
             rates, gigabytes, way = self.measure(writers, setting, progress)
         table = {precision: self.row(rates, precision) for precision in self.precisions}
-        weights = self.weights(setting)
+        weights = setting.cost.multiplied()  # numbers that a step reads whole
         limits = {p: gigabytes * 1e9 / (weights * DTYPES[p].itemsize) for p in self.precisions}
         count = sum(setting.cost.parameters().values())
         return Report(
@@ -158,12 +158,6 @@ class GenerateBench(Bench):
             for (p, name), rate in rates.items()
             if p == precision
         }
-
-    @staticmethod
-    def weights(setting: Setting) -> int:
-        """Numbers that a step reads whole: the matrices, and the head."""
-        cost = setting.cost
-        return sum(cost.matrices().values()) + cost.model.vocab_size * cost.model.n_embd
 
     def table(self, rows: dict[Precision, dict[str, float]], limits: dict[Precision, float]) -> Table:
         names = list(rows[self.precisions[0]])

@@ -103,6 +103,24 @@ def median_seconds(
     return {name: median(taken) for name, taken in samples.items()}
 
 
+class Product:
+    """One product of matrices, (m, k) by (k, n), to be timed."""
+
+    def __init__(
+        self,
+        m: int,
+        k: int,
+        n: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.flops = 2 * m * k * n
+        self.a, self.b = (torch.randn(shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
+
+    def __call__(self) -> torch.Tensor:
+        return self.a @ self.b
+
+
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """The most memory that `work` holds at once on top of what was there before, in bytes.
 

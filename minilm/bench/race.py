@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -11,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from minilm.bench.base import Bench, Claim, Report, Table
+from minilm.bench.child import in_child
 from minilm.bench.measure import Progress
 from minilm.bench.report import COLORS, log_axes, show_seconds
 from minilm.bench.setting import Setting
@@ -95,10 +94,8 @@ def whole(data: dict[str, Any]) -> dict[str, Any]:
 
 def trained(config: dict[str, Any]) -> Curve:
     """A training run in a process and a folder of its own, which is then thrown away; ConfigError where it fails."""
-    code = "import sys; from minilm.bench.race import train_here; train_here(sys.stdin.read())"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, input=json.dumps(config), cwd=folder, capture_output=True, text=True)
+        done = in_child(train_here, config, cwd=folder, capture_output=True)
         if done.returncode:
             reason = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise ConfigError(f"a run of the race failed: {reason[-1]}")
@@ -107,9 +104,9 @@ def trained(config: dict[str, Any]) -> Curve:
     return [(record["train_seconds"], record["val/loss"]) for record in records if "val/loss" in record]
 
 
-def train_here(config: str) -> None:
-    """Train as a configuration in JSON says, in ./run."""
-    train(Command(json.loads(config) | {"out_dir": "run"}, ["out_dir"], Path("run"), False))
+def train_here(config: dict[str, Any]) -> None:
+    """Train as a configuration says, in ./run."""
+    train(Command(config | {"out_dir": "run"}, ["out_dir"], Path("run"), False))
 
 
 def _draw(recipes: dict[str, str], curves: dict[str, dict[int, Curve]], figure: Any) -> None:

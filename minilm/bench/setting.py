@@ -8,11 +8,13 @@ import torch
 
 from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.linear import LinearAttention
-from minilm.build import build_model
-from minilm.cost import Cost
+from minilm.build import build_model, check, construct
+from minilm.cost import Cost, Memory
 from minilm.errors import ConfigError
 from minilm.model import GPT
+from minilm.optim import Optim
 from minilm.runtime import DTYPES, resolve_device, resolve_precision, set_threads
+from minilm.training import TrainConfig
 
 #: what the published encodings hold; other tokenizers know their size, or learn it from the text
 VOCABULARIES = {"gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
@@ -67,6 +69,46 @@ class Setting:
     def tokens(self, *shape: int) -> torch.Tensor:
         """Random token ids."""
         return torch.randint(self.vocab_size, shape, device=self.device)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run that has not begun. windows: those that are in memory at a time."""
+
+    setting: Setting
+    train: TrainConfig
+    optimizer: str
+
+    @classmethod
+    def of(cls, setting: Setting) -> Self:
+        """The run that the configuration of a setting asks for. Raises ConfigError where it asks for none."""
+        train = TrainConfig(**check(TrainConfig, setting.config["train"], "train"))
+        return cls(setting, train, type(construct(setting.config, "optim", Optim)).__name__)
+
+    @property
+    def windows(self) -> int:
+        return min(self.train.micro_batch_size or self.train.batch_size, self.train.batch_size)
+
+    @property
+    def tokens(self) -> int:
+        """A step's."""
+        return self.train.batch_size * self.setting.cost.model.block_size
+
+    @property
+    def flops(self) -> float:
+        """A step's, the optimizer's included."""
+        cost = self.setting.cost
+        one = cost.flops(cost.model.block_size, training=True).total
+        return self.tokens * one + cost.optimizer_flops(self.optimizer)
+
+    @property
+    def memory(self) -> Memory:
+        return self.setting.cost.memory(
+            self.windows,
+            optimizer=self.optimizer,
+            precision=self.setting.precision,
+            accumulates=self.windows < self.train.batch_size,
+        )
 
 
 def resolve_vocab_size(config: dict[str, Any]) -> tuple[int, str]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from minilm.bench.base import Bench, Claim, Report, Table
-from minilm.bench.measure import Progress, median_seconds
+from minilm.bench.child import in_child
+from minilm.bench.measure import Product, Progress, median_seconds
 from minilm.bench.report import COLORS, INK, show_bytes, show_number, show_seconds
-from minilm.bench.setting import Setting
+from minilm.bench.setting import Run, Setting
 from minilm.bench.training import TrainingStep
 from minilm.errors import ConfigError
 
@@ -69,7 +70,7 @@ class StepBench(Bench):
         flops = model_flops(setting)
         rates = {name: product.flops / seconds[name] for name, product in products.items()}
         best = max(rates, key=lambda name: rates[name])
-        planned = {way: _planned(it, batch) for way, it in settings.items()}
+        planned = {way: Run.of(it).memory.peak for way, it in settings.items()}
         plain, fast = self.ways[0], self.ways[-1]
         rows = [
             [
@@ -136,9 +137,8 @@ class StepBench(Bench):
         )
 
 
-def weigh(words: str) -> None:
-    """Print what a process grows by in a few training steps. words: a configuration in JSON."""
-    config = json.loads(words)
+def weigh(config: dict[str, Any]) -> None:
+    """Print what a process grows by in a few training steps."""
     small = config["model"] | {"n_layer": 1, "n_embd": 2 * config["model"]["n_head"], "block_size": 8}
     setting = Setting.of(config | {"model": small})
     TrainingStep(setting)()  # the libraries, and what they set up at their first use, are the process's own
@@ -163,12 +163,7 @@ def peak_resident() -> int:
 
 
 def _weigh_apart(setting: Setting) -> dict[str, int]:
-    code = "import sys; from minilm.bench.step import weigh; weigh(sys.stdin.read())"
-    words = json.dumps(setting.config)
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=words, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout)
+    return json.loads(in_child(weigh, setting.config, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _setting_of(setting: Setting, way: str) -> Setting:
@@ -182,33 +177,10 @@ def _setting_of(setting: Setting, way: str) -> Setting:
     return replace(setting, config=config, precision=precision)
 
 
-def _planned(setting: Setting, batch: int) -> int:
-    train = setting.config["train"]
-    windows = min(train["micro_batch_size"] or batch, batch)
-    optimizer = setting.config["optim"]["_target_"].rpartition(".")[2]
-    memory = setting.cost.memory(
-        windows, optimizer=optimizer, precision=setting.precision, accumulates=windows < batch
-    )
-    return memory.peak
-
-
 def model_flops(setting: Setting) -> float:
     """Of a training step: three times those of a forward pass, whatever is made twice (Chowdhery et al. 2022)."""
     size = setting.cost.model.block_size
     return 3 * setting.cost.flops(size).total * size * setting.config["train"]["batch_size"]
-
-
-class Product:
-    """One product of matrices in bf16, (m, k) by (k, n)."""
-
-    def __init__(self, m: int, k: int, n: int, device: torch.device | str = "cpu") -> None:
-        self.flops = 2 * m * k * n
-        self.a, self.b = (
-            torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (k, n))
-        )
-
-    def __call__(self) -> torch.Tensor:
-        return self.a @ self.b
 
 
 def _draw(ways: list[str], speeds: dict[str, float], weights: dict[str, dict[str, int]], figure: Any) -> None:

@@ -144,26 +144,23 @@ def _curves(findings: Findings) -> Callable[[Any], None]:
             if row.apart or not len(x):
                 continue
             shown += 1
-            hue = color(findings, row)
-            axes.plot(
-                x,
-                values.mean(axis=0),
-                color=hue,
-                linewidth=1.7,
-                marker="o",
-                markersize=2.5,
-                label=_short(row.variant.name),
-            )
-            if len(values) > 1:
-                axes.fill_between(
-                    x, values.min(axis=0), values.max(axis=0), color=hue, alpha=0.18, linewidth=0
-                )
+            _band(axes, row, color(findings, row), x, values.T, size=2.5)
         _log_axis(axes)
         axes.set_xlabel(BUDGETS[findings.study.config.budget])
         axes.set_ylabel(findings.metric.name.replace(", ", ",\n"))
         _legend(figure, shown)
 
     return paint
+
+
+def _band(axes: Any, row: Finding, hue: str, x: Any, seeds: Any, *, size: float) -> None:
+    """A variant's mean over seeds at each x, and the band from lowest to highest. seeds: the values at each x."""
+    label = _short(row.variant.name)
+    means = [np.mean(each) for each in seeds]
+    axes.plot(x, means, color=hue, linewidth=1.7, marker="o", markersize=size, label=label)
+    if min(map(len, seeds)) > 1:
+        low, high = [min(each) for each in seeds], [max(each) for each in seeds]
+        axes.fill_between(x, low, high, color=hue, alpha=0.18, linewidth=0)
 
 
 def _log_axis(axes: Any) -> None:
@@ -191,21 +188,9 @@ def _layers(findings: Findings, name: str, label: str) -> Callable[[Any], None]:
         axes = figure.add_subplot()
         rows = [row for row in findings.rows if name in row.health()]
         for row in rows:
-            values, hue = row.health()[name], color(findings, row)
+            values = row.health()[name]
             layers = np.arange(1, values.shape[1] + 1)
-            axes.plot(
-                layers,
-                values.mean(axis=0),
-                color=hue,
-                linewidth=1.7,
-                marker="o",
-                markersize=3.5,
-                label=_short(row.variant.name),
-            )
-            if len(values) > 1:
-                axes.fill_between(
-                    layers, values.min(axis=0), values.max(axis=0), color=hue, alpha=0.18, linewidth=0
-                )
+            _band(axes, row, color(findings, row), layers, values.T, size=3.5)
         axes.set_xticks(np.arange(1, 1 + max(row.health()[name].shape[1] for row in rows)))
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
@@ -226,25 +211,8 @@ def _lengths(findings: Findings) -> Callable[[Any], None]:
             if row.apart or not found:
                 continue
             shown += 1
-            x, hue = sorted(found), color(findings, row)
-            axes.plot(
-                x,
-                [np.mean(found[m]) for m in x],
-                color=hue,
-                linewidth=1.7,
-                marker="o",
-                markersize=4,
-                label=_short(row.variant.name),
-            )
-            if min(len(found[m]) for m in x) > 1:
-                axes.fill_between(
-                    x,
-                    [min(found[m]) for m in x],
-                    [max(found[m]) for m in x],
-                    color=hue,
-                    alpha=0.18,
-                    linewidth=0,
-                )
+            x = sorted(found)
+            _band(axes, row, color(findings, row), x, [found[m] for m in x], size=4)
         multiples = findings.study.config.evaluate_at
         axes.set_xscale("log", base=2)
         axes.set_xticks(multiples, [f"{m}×" for m in multiples])

@@ -20,12 +20,12 @@ def evaluate_longer(run: Path, multiples: tuple[int, ...]) -> None:
     """
     saved = checkpoints.load(run, state=False)
     parts = Parts.of(saved.config, saved)
+    data = parts.tokens(1)
     found: dict[str, float | str] = {}
     for multiple in multiples:
         size = saved.config["model"]["block_size"] * multiple
         config = saved.config | {"model": saved.config["model"] | {"block_size": size}}
         model = build_model(config, parts.tokenizer.vocab_size)
-        data = parts.tokens(1)
         if isinstance(model.position, Learned) and multiple > 1:
             found[str(multiple)] = f"cannot: learned positions end at {size // multiple}"
         elif len(data.val) <= size:

@@ -14,7 +14,7 @@ import yaml
 
 from minilm import config as command_line
 from minilm.bench.measure import median_seconds
-from minilm.bench.setting import Setting
+from minilm.bench.setting import Run, Setting
 from minilm.bench.training import TrainingStep
 from minilm.build import build_model, check
 from minilm.config import Command, differences
@@ -23,7 +23,6 @@ from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.finetune import start_from
 from minilm.launch import Parts
-from minilm.plan import Run
 from minilm.runtime import check_seed
 
 TOLERANCE = 0.02  # of matched costs
