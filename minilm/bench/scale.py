@@ -1,5 +1,6 @@
 """How far a machine goes: for each model and context the speed, the costs, and the loss after as much time."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ class ScaleBench(Bench):
         timed = median_seconds(readers, setting.device, repeats=self.repeats, progress=progress)
         del buffer, readers
         read_rate = READ_BYTES / min(timed.values())
-        rows = []
+        rows: list[dict[str, Any]] = []
         for (name, context), run in cases.items():
             seconds, rate = self.time(run, progress)
             steps = max(1, round(self.seconds / seconds))
@@ -99,9 +100,9 @@ class ScaleBench(Bench):
             data={"rows": rows, "bytes_read_per_second": read_rate},
             draw=partial(_draw, rows),
             notes=[
-                "Memory is planned, FLOPs a token are of training. A step's time is the median of a few; the share is of "
-                "the rate of the best product timed beside it. The loss is of the whole validation text, after a run "
-                f"of about {self.seconds:g} seconds of updates."
+                "Memory is planned, FLOPs a token are of training. A step's time is the median of a few; the share is "
+                "of the rate of the best product timed beside it. The loss is of the whole validation text, after a "
+                f"run of about {self.seconds:g} seconds of updates."
             ],
         )
 
@@ -122,7 +123,7 @@ class ScaleBench(Bench):
         """Seconds of a step, and FLOPs a second of the best of a few square products."""
         device, dtype = run.setting.device, run.setting.dtype
         products = {n: Product(n, n, n, device, dtype) for n in SQUARES}
-        cases = {0: TrainingStep(run.setting), **products}
+        cases: dict[int, Callable[[], object]] = {0: TrainingStep(run.setting), **products}
         seconds = median_seconds(cases, device, repeats=self.repeats, budget=10, progress=progress)
         return seconds[0], max(product.flops / seconds[n] for n, product in products.items())
 
