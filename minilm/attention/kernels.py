@@ -126,6 +126,9 @@ def sdpa(
     dropout_p: float,
 ) -> Tensor:
     """scaled_dot_product_attention, by a kernel that does not make the n × m weights where there is a quick one."""
+    if q.shape[-2] == 1 and k.stride(-1) != 1:
+        return by_channels(q, k, v, attn_mask=attn_mask, scale=scale, dropout_p=dropout_p)
+    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))  # as SDPA's quick kernels want them
     if _slow_backward(q, k, v):
         return by_rows(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     # On CUDA only FlashAttention reads shared key heads, and that in half precision without a mask: for anything
@@ -142,6 +145,20 @@ def sdpa(
         dropout_p=dropout_p,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def by_channels(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, scale: float, dropout_p: float
+) -> Tensor:
+    """Attention of one query as two products, for a cache that lies by channels (`cache.room`): each product then reads
+    long runs of memory, half as long again at a time as SDPA does. The weights are one row a head."""
+    grouped = q.unflatten(1, (k.shape[1], -1)).squeeze(-2)  # (B, G, H / G, D)
+    scores = ((grouped * scale) @ k.mT).flatten(1, 2).unsqueeze(-2)  # (B, H, 1, m)
+    if attn_mask is not None:
+        hides = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if hides else scores + attn_mask
+    weights = F.dropout(scores.softmax(dim=-1), dropout_p)
+    return (weights.squeeze(-2).unflatten(1, (k.shape[1], -1)) @ v).flatten(1, 2).unsqueeze(-2)
 
 
 def _slow_backward(q: Tensor, k: Tensor, v: Tensor) -> bool:
