@@ -44,6 +44,11 @@ class Growing:
         self.length = end
         return self.data[..., :end, :] if begin else x
 
+    @property
+    def by_channels(self) -> bool:
+        """Whether its data lies so (`room`)."""
+        return self.data.stride(-1) != 1
+
     def skip(self, n: int) -> None:
         """Counts n entries that were written past it, by a `Slot`."""
         self.length += n
@@ -74,16 +79,19 @@ class Slot:
     """One slot to fill of a series that holds `end` with it. Where it is, is a tensor: no step's own, so that one
     compiled step serves them all.
 
-    data (…, capacity, D), at (1,).
+    at (1,). data as it lies in memory, or a compiler would write a copy: (…, capacity, D), or (…, D, capacity) where
+    `by_channels`.
     """
 
-    def __init__(self, data: Tensor, at: Tensor, end: int) -> None:
-        self.data, self.at, self.end = data, at, end
+    def __init__(self, data: Tensor, at: Tensor, end: int, *, by_channels: bool = False) -> None:
+        self.data, self.at, self.end, self.by_channels = data, at, end, by_channels
 
     def append(self, x: Tensor) -> Tensor:
         """(…, 1, D) -> (…, end, D)"""
-        self.data.index_copy_(-2, self.at, x.to(self.data.dtype))
-        return self.data[..., : self.end, :]
+        x = x.to(self.data.dtype)
+        if self.by_channels:
+            return self.data.index_copy_(-1, self.at, x.mT)[..., : self.end].mT
+        return self.data.index_copy_(-2, self.at, x)[..., : self.end, :]
 
 
 class KeyValues:
