@@ -36,7 +36,7 @@ from minilm.runtime import resolve_device
 T = TypeVar("T")
 
 #: in what gloo and NCCL say of a process that is gone, or silent
-LOST = r"(?i)gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|store"
+LOST = r"(?i)gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting"
 
 
 class World:
@@ -246,13 +246,15 @@ def joined(device: str, timeout: float) -> Iterator[World]:
         if rank and not isinstance(error, Told):  # nobody else knows of it
             print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
+        dist.destroy_process_group()
         raise
     except RuntimeError as error:
         text = " ".join(str(error).split())
         if not isinstance(error, dist.DistError) and not re.search(LOST, text):
             raise
+        said = re.sub(r"^\[\S+\] ", "", text).partition(". ")[0]
         sys.exit(
-            f"rank {rank} ends: another process of the run is gone, or silent for {timeout:g} s ({text[:200]})"
+            f"rank {rank} ends: another process of the run is gone, or silent for {timeout:g} s ({said})"
         )
 
 
@@ -337,7 +339,6 @@ class DDP(Parallel):
         wrapped = DistributedDataParallel(
             model.to(device),
             device_ids=None if device.index is None else [device.index],
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=_has_unused(model, device),
         )
@@ -360,8 +361,8 @@ class FSDP(Parallel):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
+        for p in model.parameters():
+            dist.broadcast(p.detach(), 0)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*blocks, model):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
