@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, script_as_typed
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -28,6 +28,7 @@ from minilm.config import CONFIGS, Command
 from minilm.errors import ConfigError
 from minilm.parallel import ALONE, World
 
+REQUEUED = 77
 CLOCK = {"train_seconds", "tokens_per_second"}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 STEPS = ["train.batch_size=12", "train.micro_batch_size=3", "train.eval_interval=10", "train.grad_clip=0.5"]
@@ -113,6 +114,7 @@ def note(it: Said, disturb: str) -> None:
 def member(rank: int, size: int, commands, folder: Path) -> None:
     here = folder / f"rank{rank}"
     here.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(REQUEUED))
     for number, stream in enumerate(("in", "out", "err")):
         os.dup2(os.open(here / stream, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
@@ -341,6 +343,32 @@ def test_a_signal_to_torchrun_saves_the_run(number, tiny, tmp_path):
     started.send_signal(number)
     started.communicate(timeout=600)
     assert checkpoint.load(tmp_path / "run").step >= 1
+
+
+# ---- a queue's jobs, on this machine ----
+
+SUBMITIT = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_sweep_may_have_several_processes(tiny, tmp_path):
+    """Each is the run of one process, but for the rounding of float32."""
+    words = [*tiny, "model.dropout=0", "train.max_steps=4"]
+    done = script_as_typed("train", *words, *SUBMITIT, "-m", "seed=1,2", "out_dir=sweep", cwd=tmp_path)
+    assert done.status == 0, done.err
+    alone = script_as_typed("train", *words, "seed=2", "out_dir=alone", cwd=tmp_path)
+    assert alone.status == 0, alone.err
+    for a, b in zip(records(tmp_path / "sweep/1"), records(tmp_path / "alone"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert checkpoint.load(tmp_path / "sweep/0").step == 4
+
+
+def test_a_job_that_its_queue_wants_back_is_saved_and_then_handed_on(asked, group):
+    """submitit's own handler of the signal, which requeues the job, is called once all is saved."""
+    for processes in (1, 2):
+        folder, codes, _ = group(processes, [(asked(), "SIGUSR2")])
+        assert codes == [REQUEUED] * processes
+        assert checkpoint.load(folder / "rank0/run").step == 11
 
 
 # ---- alone ----
