@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,9 @@ def run_all(commands, here: Path) -> list[Said]:
     os.chdir(here)
     launch.ROOT, training.plot_loss = here / "root", lambda *args, **options: None
     os.fsync = lambda descriptor: None
-    torch.set_default_dtype(torch.float64)
     said = []
     for port, command, disturb in commands:
+        torch.set_default_dtype(torch.float64 if command.config["precision"] == "fp32" else torch.float32)
         os.environ["MASTER_PORT"] = str(port)
         said.append(it := Said())
         last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
@@ -250,6 +251,19 @@ def test_one_run_is_left_and_one_process_talks(pair):
     assert not (folder / "rank0/refused").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("said", "near"), [("compile=strict", 1e-10), ("precision=bf16", 2e-2)])
+def test_compiled_and_in_half_precision_too(how, said, near, asked, group):
+    words = (*MODELS["adamw"], "train.max_steps=4", said)
+    ends = []
+    for processes in (1, 2):
+        folder, codes, _ = group(processes, [(asked(*words, f"parallel={how}"), "")])
+        assert codes == [0] * processes, (folder / "rank0/err").read_text()
+        ends.append([record["train/loss"] for record in records(folder / "rank0/run")])
+    assert ends[1] == pytest.approx(ends[0], abs=near)
+
+
 # ---- stopped, and gone on with in another number ----
 
 
@@ -361,6 +375,31 @@ def test_the_jobs_of_a_sweep_may_have_several_processes(tiny, tmp_path):
     for a, b in zip(records(tmp_path / "sweep/1"), records(tmp_path / "alone"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
     assert checkpoint.load(tmp_path / "sweep/0").step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds a job's processes in /proc")
+def test_a_job_that_its_queue_wants_back_goes_on_when_it_is_started_again(tiny, tmp_path):
+    """submitit's runner starts a job again that has asked for it, as SLURM does."""
+    words = [*tiny, "train.max_steps=300", "train.eval_interval=1000", "resume=auto", *SUBMITIT]
+    script = str(ROOT / "scripts/train.py")
+    started = subprocess.Popen(
+        [sys.executable, script, *words, "-m", "seed=1", "out_dir=sweep"], cwd=tmp_path
+    )
+    log, queue = tmp_path / "sweep/0/metrics.jsonl", tmp_path / "sweep/.submitit"
+    while not (log.exists() and log.read_text()):
+        assert started.poll() is None
+        time.sleep(0.05)
+    (runner,) = (int(path.name) for path in queue.iterdir() if path.name.isdigit())
+    tasks = Path(f"/proc/{runner}/task/{runner}/children").read_text().split()
+    os.kill(int(tasks[1]), signal.SIGUSR2)
+    os.kill(int(tasks[0]), signal.SIGUSR2)
+    assert started.wait(timeout=600) == 0
+    steps = [record["step"] for record in records(tmp_path / "sweep/0")]
+    assert steps == list(range(1, 301))
+    said = "".join(path.read_text() for path in queue.glob("*/*_0_log.out"))
+    assert said.count("stopped  ") == 1
+    assert "step 300: validation loss" in said
 
 
 def test_a_job_that_its_queue_wants_back_is_saved_and_then_handed_on(asked, group):
