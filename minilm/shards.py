@@ -36,15 +36,17 @@ FEW = 4  # batches that are not worth the start of processes
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one.
+    """A document, or a part of a long one; as text, or as bytes that whoever tokenizes it is to parse.
 
-    part: 'train' or 'val'. ends: no more of the document follows. done: how much of the source is read with it.
+    ends: no more of the document follows. done: how much of the source is read with it. place: what messages call it.
+    part: 'train' or 'val', None where the text decides.
     """
 
-    text: str
-    part: str
+    text: str | bytes
     ends: bool
     done: int
+    place: str = ""
+    part: str | None = None
 
 
 class Encoded(NamedTuple):
@@ -53,6 +55,41 @@ class Encoded(NamedTuple):
     tokens: np.ndarray
     documents: int
     bytes: int
+
+
+Parse = Callable[[bytes, str], str]  # (a piece's bytes, its place) -> its text, '' for none
+
+
+class Encoder:
+    """Pieces to tokens: what each process does. val_fraction: the share of texts that is for validation."""
+
+    def __init__(self, tokenizer: Tokenizer, val_fraction: float, parse: Parse | None = None) -> None:
+        self.tokenizer, self.val_fraction, self.parse = tokenizer, val_fraction, parse
+        self.dtype = dtype_for(tokenizer.vocab_size)
+        self.end = np.array([tokenizer.end_token])
+
+    def __call__(self, lot: Iterable[tuple]) -> dict[str, Encoded]:
+        runs: dict[str, list[np.ndarray]] = {part: [self.end[:0]] for part in PARTS}
+        documents, size = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+        for text, ends, _, place, part in lot:
+            if isinstance(text, bytes):
+                assert self.parse is not None
+                text = self.parse(text, place)
+            if text:
+                part = part or part_of(text, self.val_fraction)
+                runs[part] += [self.tokenizer.encode_array(text), self.end[:ends]]
+                documents[part] += ends
+                size[part] += len(text.encode())
+        return {
+            part: Encoded(np.concatenate(runs[part]).astype(self.dtype), documents[part], size[part])
+            for part in PARTS
+        }
+
+
+def part_of(text: str, val_fraction: float) -> str:
+    """'val' for a share of all texts, of which a hash is the measure."""
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return "val" if int.from_bytes(digest) < val_fraction * 2**64 else "train"
 
 
 # ---- reading ----
@@ -105,7 +142,7 @@ def total(manifest: dict[str, Any], part: str, what: str) -> int:
 
 def prepare(
     pieces: Callable[[], Iterable[Piece]],
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     folder: Path,
     facts: dict[str, Any],
     *,
@@ -116,18 +153,18 @@ def prepare(
     """Tokenize all pieces into shards in `folder`, an end token after each document; the manifest when it is whole.
 
     pieces: gives them from the beginning, the same ones each time. facts: plain JSON, goes into the manifest. workers:
-    processes that tokenize. progress: called with the pieces' `done`. Shards that are there already are kept, if they
+    processes that encode. progress: called with the pieces' `done`. Shards that are there already are kept, if they
     are what the manifest says. Raises ConfigError where a text has no tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = read(folder) or {**facts, "dtype": dtype_for(tokenizer.vocab_size).name, "shards": []}
+    manifest = read(folder) or {**facts, "dtype": encoder.dtype.name, "shards": []}
     if manifest.get("whole") and _sound(folder, manifest):
         return manifest
     manifest["whole"] = False
     shards = manifest["shards"] = list(_kept(folder, manifest["shards"]))
     rest = islice(pieces(), sum(shard["pieces"] for shard in shards), None)
     open_shard, n_pieces = _new_shard(), 0
-    for batch, encoded in tokenized(tokenizer, batches(rest), workers):
+    for batch, encoded in tokenized(encoder, batches(rest), workers):
         for part, own in encoded.items():
             open_shard[part].append(own)
         n_pieces += len(batch)
@@ -157,22 +194,23 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def tokenized(
-    tokenizer: Tokenizer, lots: Iterable[list[Piece]], workers: int
+    encoder: Encoder, lots: Iterable[list[Piece]], workers: int
 ) -> Iterator[tuple[list[Piece], dict[str, Encoded]]]:
     """Each lot with its tokens by part, in order; by other processes unless there is little to do."""
     lots = iter(lots)
     first = list(islice(lots, FEW))
     if workers == 1 or len(first) < FEW:
         for lot in chain(first, lots):
-            yield lot, encode(tokenizer, lot)
+            yield lot, encoder(lot)
         return
+    given = encoder.tokenizer.to_dict(), encoder.val_fraction, encoder.parse
     pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokenizer.to_dict(),)
+        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=given
     )
     waiting: deque = deque()
     try:
         for lot in chain(first, lots):
-            waiting.append((lot, pool.submit(_encode, lot)))
+            waiting.append((lot, pool.submit(_encode, [tuple(piece) for piece in lot])))
             if len(waiting) > 2 * workers:
                 lot, future = waiting.popleft()
                 yield lot, future.result()
@@ -187,37 +225,26 @@ def tokenized(
         pool.shutdown(cancel_futures=True)
 
 
-def encode(tokenizer: Tokenizer, lot: list[Piece]) -> dict[str, Encoded]:
-    """The tokens of some pieces, by part."""
-    end = np.array([tokenizer.end_token])
-    found = {}
-    for part in PARTS:
-        own = [piece for piece in lot if piece.part == part]
-        runs = [run for piece in own for run in (tokenizer.encode_array(piece.text), end[: piece.ends])]
-        tokens = np.concatenate(runs) if runs else end[:0]
-        size = sum(len(piece.text.encode()) for piece in own)
-        found[part] = Encoded(
-            tokens.astype(dtype_for(tokenizer.vocab_size)), sum(piece.ends for piece in own), size
-        )
-    return found
+_encoder: Encoder  # of a process that tokenizes
 
 
-_tokenizer: Tokenizer  # of a process that tokenizes
-
-
-def _begin(data: dict[str, Any]) -> None:
-    global _tokenizer
-    _tokenizer = from_dict(data)
+def _begin(tokenizer: dict[str, Any], val_fraction: float, parse: Parse | None) -> None:
+    global _encoder
+    _encoder = Encoder(from_dict(tokenizer), val_fraction, parse)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _encode(lot: list[tuple]) -> dict[str, Encoded]:  # plain tuples travel faster
+    return _encoder(lot)
+
+
+def _end_with_parent() -> None:
+    """However the process ends that reads: nobody is left to tokenize for."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(
-        target=lambda: (parent.join(), os._exit(1)), daemon=True
-    ).start()  # nobody is left to read
-
-
-def _encode(lot: list[Piece]) -> dict[str, Encoded]:
-    return encode(_tokenizer, lot)
+    parent.join()
+    os._exit(1)
 
 
 # ---- files ----

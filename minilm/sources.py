@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,18 +27,10 @@ from minilm.console import bar, short
 from minilm.data import Corpus, TokenData, Tokens, check_fraction, normalise_newlines
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
-from minilm.shards import Piece, Shards
+from minilm.shards import Parse, Piece, Shards
 from minilm.tokenizer import Tokenizer, from_dict
 
 LONG = 1 << 20  # characters from which on a text file is tokenized in pieces
-
-
-class Read(NamedTuple):
-    """Some text, whether its document ends with it, and how much of the source has been read, of its `size`."""
-
-    text: str
-    ends: bool
-    done: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +63,22 @@ class Documents(Corpus):
         """Plain JSON that changes whenever what `read` gives may have changed."""
         raise NotImplementedError
 
-    def read(self) -> Iterator[Read]:
+    def read(self) -> Iterator[Piece]:
         """All texts, in an order that does not change. One without characters is no document."""
         raise NotImplementedError
 
+    @property
+    def parse(self) -> Parse | None:
+        """Makes text of a piece that is bytes, in the process that tokenizes it."""
+        return None
+
     def texts(self) -> Iterator[str]:
         with bar("reading for the tokenizer") as show:
-            for text, _, done in self.read():
-                show(done, self.size)
-                yield text
+            size = self.size
+            for piece in self.read():
+                show(piece.done, size)
+                text = piece.text
+                yield self.parse(text, piece.place) if self.parse and isinstance(text, bytes) else str(text)
 
     def fit(
         self, make: Callable[[Iterable[str]], Tokenizer], options: dict[str, Any], cache: Path
@@ -87,12 +86,13 @@ class Documents(Corpus):
         return fit_once(self, [self.fingerprint()], make, options, cache)
 
     def pieces(self) -> Iterator[Piece]:
+        """As `read`, where all of a long document goes where its beginning belongs."""
         part = None
-        for text, ends, done in self.read():
-            part = part or part_of(text, self.val_fraction)
-            if text:
-                yield Piece(text, part, ends, done)
-            if ends:
+        for piece in self.read():
+            if part is None and not piece.ends:
+                part = shards.part_of(str(piece.text), self.val_fraction)
+            yield piece._replace(part=part) if part else piece
+            if piece.ends:
                 part = None
 
     def prepare(self, tokenizer: Tokenizer, cache: Path) -> TokenData:
@@ -109,14 +109,15 @@ class Documents(Corpus):
         }
         folder = cache / hash_of(facts)
         before = shards.read(folder)
+        size = self.size
         with bar("tokenizing") as show:
             manifest = shards.prepare(
                 self.pieces,
-                tokenizer,
+                shards.Encoder(tokenizer, self.val_fraction, self.parse),
                 folder,
                 facts,
                 workers=self.workers or cores(),
-                progress=lambda done: show(done, self.size),
+                progress=lambda done: show(done, size),
             )
         if before != manifest:
             if self.fingerprint() != facts["source"]:
@@ -199,19 +200,23 @@ class Folder(Documents):
         stats = [(file.relative_to(root).as_posix(), file.stat()) for file in self.files]
         return [self.text_column, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
 
-    def read(self) -> Iterator[Read]:
+    def read(self) -> Iterator[Piece]:
         done = 0
         for file in self.files:
             reader = READERS.get(file.suffix.lower(), from_text)
             try:
-                for text, ends, at in reader(file, self.text_column):
-                    yield Read(text, ends, done + at)
+                for piece in reader(file, self.text_column):
+                    yield piece._replace(done=done + piece.done)
                 done += file.stat().st_size
             except OSError as error:
                 raise ConfigError(f"{file}: cannot be read ({error.strerror or error})") from None
 
+    @property
+    def parse(self) -> Parse:
+        return partial(from_json, column=self.text_column)
 
-def from_text(path: Path, column: str) -> Iterator[Read]:
+
+def from_text(path: Path, column: str) -> Iterator[Piece]:
     """A text file as one document: a byte order mark is dropped, line ends become LF. A long one comes in pieces, cut
     between a word and a line end, where no pattern that splits a text into words joins the two."""
     try:
@@ -222,7 +227,7 @@ def from_text(path: Path, column: str) -> Iterator[Read]:
                 cut = len(held) if not more else last_word_end(held)
                 if "\0" in held[:cut]:
                     raise ConfigError(f"{path}: holds a NUL byte; not a text file")
-                yield Read(held[:cut], not more, os.lseek(file.fileno(), 0, os.SEEK_CUR))
+                yield Piece(held[:cut], not more, os.lseek(file.fileno(), 0, os.SEEK_CUR))
                 held = held[cut:]
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8 at byte {first_bad_byte(path)}; convert it to UTF-8") from None
@@ -250,24 +255,28 @@ def first_bad_byte(path: Path) -> int:
     return begins  # it ends inside a character
 
 
-def from_lines(path: Path, column: str) -> Iterator[Read]:
-    """A JSONL file: an object a line."""
+def from_lines(path: Path, column: str) -> Iterator[Piece]:
+    """A JSONL file: an object a line, which is parsed where it is tokenized."""
     done = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             done += len(line)
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{path}: line {number} is no JSON in UTF-8 ({error})") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}: line {number} is no object with keys")
-            yield Read(text_of(row, column, f"{path}: line {number}"), True, done)
+            if not line.isspace():
+                yield Piece(line, True, done, f"{path}: line {number}")
 
 
-def from_parquet(path: Path, column: str) -> Iterator[Read]:
+def from_json(line: bytes, place: str, column: str) -> str:
+    """The text in a line of a JSONL file."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place} is no JSON in UTF-8 ({error})") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} is no object with keys")
+    return text_of(row, column, place)
+
+
+def from_parquet(path: Path, column: str) -> Iterator[Piece]:
     """A Parquet file, some rows at a time."""
     pyarrow, parquet = need("pyarrow", f"{path}"), need("pyarrow.parquet", f"{path}")
     try:
@@ -279,14 +288,14 @@ def from_parquet(path: Path, column: str) -> Iterator[Read]:
         for batch in file.iter_batches(batch_size=1024, columns=[column]):
             for text in batch.column(0).to_pylist():
                 number += 1
-                yield Read(
+                yield Piece(
                     text_of({column: text}, column, f"{path}: row {number}"), True, size * number // rows
                 )
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path}: no whole Parquet file ({first_line(error)})") from None
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Read]]] = {".jsonl": from_lines, ".parquet": from_parquet}
+READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": from_lines, ".parquet": from_parquet}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,11 +331,11 @@ class HuggingFace(Documents):
         with self._in_one_line():
             return [self.builder.hash, self.builder.config_id, self.split, self.text_column]
 
-    def read(self) -> Iterator[Read]:
+    def read(self) -> Iterator[Piece]:
         with self._in_one_line():
             for number, row in enumerate(self.builder.as_streaming_dataset(split=self.split), start=1):
                 text = text_of(row, self.text_column, f"{self.label}, row {number} of {self.split},")
-                yield Read(text, True, number)
+                yield Piece(text, True, number)
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
@@ -461,12 +470,6 @@ def text_of(row: dict[str, Any], column: str, where: str) -> str:
 
 def no_column(column: str, where: str, names: Iterable[str]) -> str:
     return f"data.text_column={column}: {where} has no such column; it has {', '.join(names) or 'none'}"
-
-
-def part_of(text: str, val_fraction: float) -> str:
-    """'val' for a share of all texts, of which a hash is the measure."""
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return "val" if int.from_bytes(digest) < val_fraction * 2**64 else "train"
 
 
 def hash_of(facts: Any) -> str:

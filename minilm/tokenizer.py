@@ -406,10 +406,14 @@ def _speller(decoder: Any) -> Callable[[str], bytes]:
 def from_dict(data: Any) -> Tokenizer:
     """The tokenizer that `to_dict` described. Data from anywhere: checked, never run. Raises ConfigError."""
     match data:
-        case {"kind": "char", "chars": str(chars), **end} if end in ({}, {"end": True}):
-            return Char(chars, bool(end))
-        case {"kind": "byte", **end} if end in ({}, {"end": True}):
-            return Byte(bool(end))
+        case {"kind": "char", "chars": str(chars)} if len(data) == 2:
+            return Char(chars)
+        case {"kind": "char", "chars": str(chars), "end": True} if len(data) == 3:
+            return Char(chars, end=True)
+        case {"kind": "byte"} if len(data) == 1:
+            return Byte()
+        case {"kind": "byte", "end": True} if len(data) == 2:
+            return Byte(end=True)
         case {"kind": "bpe", "pattern": str(p), "ranks": list(codes), "specials": dict(ids)} if (
             len(data) == 4
         ):

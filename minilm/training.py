@@ -370,8 +370,9 @@ def nats_and_bits(loss: float, data: TokenData) -> str:
 
 
 def sample_prompt(prompt: str | None, tokenizer: Tokenizer, data: TokenData) -> list[int]:
-    """Ids that samples start from: the prompt, else the beginning of a document, or of a paragraph where there are none,
-    else the training text's first token."""
+    """Ids that samples start from: the prompt, else the beginning of a document, or of a paragraph where there are
+    none, else the training text's first token.
+    """
     if not prompt and data.end is not None and not tokenizer.prompt_start:
         return [data.end]
     try:

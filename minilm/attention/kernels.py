@@ -229,7 +229,7 @@ class Flex:
             if uniform:
                 return allows(q, k)
             allowed = allows(q, k) & (q >= 0) & (k >= 0)
-            return allowed if q_doc is None else allowed & (q_doc[b, i] == k_doc[b, j])
+            return allowed if q_doc is None or k_doc is None else allowed & (q_doc[b, i] == k_doc[b, j])
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + bias(h, at(q_pos, b, i), at(k_pos, b, j), score.dtype)
