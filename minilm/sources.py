@@ -73,12 +73,9 @@ class Documents(Corpus):
         return None
 
     def texts(self) -> Iterator[str]:
-        with bar("reading for the tokenizer") as show:
-            size = self.size
-            for piece in self.read():
-                show(piece.done, size)
-                text = piece.text
-                yield self.parse(text, piece.place) if self.parse and isinstance(text, bytes) else str(text)
+        for piece in self.read():
+            text = piece.text
+            yield self.parse(text, piece.place) if self.parse and isinstance(text, bytes) else str(text)
 
     def fit(
         self, make: Callable[[Iterable[str]], Tokenizer], options: dict[str, Any], cache: Path
@@ -102,7 +99,7 @@ class Documents(Corpus):
                 "corpus, or join the texts into one file for data=file"
             )
         facts = {
-            "source": self.fingerprint(),
+            "source": hash_of(self.fingerprint()),
             "tokenizer": tokenizer.fingerprint(),
             "end_token": tokenizer.end_token,
             "val_fraction": self.val_fraction,
@@ -119,12 +116,13 @@ class Documents(Corpus):
                 workers=self.workers or cores(),
                 progress=lambda done: show(done, size),
             )
+        if before != manifest and hash_of(self.fingerprint()) != facts["source"]:
+            (folder / shards.MANIFEST).unlink()
+            raise ConfigError(f"{self.label}: it changed while it was read; run again when it is at rest")
+        data = self._checked(manifest, folder, tokenizer)
         if before != manifest:
-            if self.fingerprint() != facts["source"]:
-                (folder / shards.MANIFEST).unlink()
-                raise ConfigError(f"{self.label}: it changed while it was read; run again when it is at rest")
             print(told(manifest, folder), file=sys.stderr)
-        return self._checked(manifest, folder, tokenizer)
+        return data
 
     def _checked(self, manifest: dict[str, Any], folder: Path, tokenizer: Tokenizer) -> TokenData:
         counts = {part: shards.total(manifest, part, "documents") for part in shards.PARTS}
@@ -167,7 +165,7 @@ class Folder(Documents):
     def label(self) -> str:
         return f"data.path={self.path}"
 
-    @cached_property
+    @property
     def files(self) -> list[Path]:
         root = Path(self.path).expanduser()
         try:
@@ -193,12 +191,19 @@ class Folder(Documents):
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(file.stat().st_size for file in self.files)
+        return sum(size for _, size, _ in self._stats())
 
     def fingerprint(self) -> list[Any]:
+        return [self.text_column, *self._stats()]
+
+    def _stats(self) -> list[list[Any]]:
+        """Name, size and time of each file."""
         root = Path(self.path).expanduser()
-        stats = [(file.relative_to(root).as_posix(), file.stat()) for file in self.files]
-        return [self.text_column, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
+        try:
+            stats = [(file.relative_to(root).as_posix(), file.stat()) for file in self.files]
+        except OSError as error:
+            raise ConfigError(f"{self.label}: {error.filename} cannot be read ({error.strerror})") from None
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def read(self) -> Iterator[Piece]:
         done = 0
@@ -438,7 +443,10 @@ def fit_once(
     def texts() -> Iterator[str]:
         nonlocal was_read
         was_read = True
-        yield from corpus.texts()
+        with bar("texts read for the tokenizer") as show:
+            for number, text in enumerate(corpus.texts(), start=1):
+                show(number, None)
+                yield text
 
     made = make(texts())
     if was_read:
