@@ -257,7 +257,7 @@ def first_bad_byte(path: Path) -> int:
             except UnicodeDecodeError as error:
                 return begins - held + error.start
             begins += len(block)
-    return begins  # it ends inside a character
+    return begins - len(decoder.getstate()[0])  # it ends inside a character
 
 
 def from_lines(path: Path, column: str) -> Iterator[Piece]:
@@ -472,7 +472,7 @@ def text_of(row: dict[str, Any], column: str, where: str) -> str:
         raise ConfigError(no_column(column, where, row))
     text = row[column]
     if not isinstance(text, str | None):
-        raise ConfigError(f"data.text_column={column}: {where} has {json.dumps(text):.40}, expected text")
+        raise ConfigError(f"data.text_column={column}: {where} has {text!r:.40}, expected text")
     return normalise_newlines(text or "")
 
 

@@ -119,9 +119,6 @@ def test_what_is_damaged_is_made_again_and_the_rest_kept(tmp_path, damage):
 
 KILLED = """
 import multiprocessing, sys, time
-sys.path.insert(0, sys.argv[2])
-import test_shards
-from minilm import shards
 
 def slowly():
     for i, piece in enumerate(test_shards.pieces()):
@@ -131,6 +128,10 @@ def slowly():
         yield piece
 
 if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[2])
+    import test_shards
+    from minilm import shards
+
     shards.BATCH = 150
     folder, facts = shards.Path(sys.argv[1]), {"source": "test"}
     shards.prepare(slowly, test_shards.encoder(), folder, facts, workers=2, shard_tokens=200)
