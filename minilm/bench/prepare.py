@@ -146,7 +146,8 @@ def weigh_preparing(config: dict[str, Any]) -> None:
 def weigh_reading(config: dict[str, Any]) -> None:
     """Print what reading windows at random adds to a process, of files without content, which take no room."""
     with tempfile.TemporaryDirectory() as folder:
-        left, arrays = config["bytes"], []
+        left = config["bytes"]
+        arrays: list[np.ndarray] = []
         while left > 0:
             path, size = Path(folder, f"{len(arrays)}.bin"), min(left, 2 * SHARD)
             with open(path, "wb") as file:
