@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -42,6 +43,12 @@ LAUNCHERS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "s
 #: keys whose value is taken as it was typed, with its commas, numbers and spaces, unless it is quoted or a [list]
 TEXTS = ("prompt", "stop", "train.sample_prompt")
 
+#: keys whose value is text though it may look like a number: `study.name=12`
+NAMES = (
+    *("data.path", "tokenizer.path", "out_dir", "resume", "init_from", "checkpoint", "prompt_file", "path", "out"),
+    *("wandb.project", "wandb.name", "wandb.group", "study.name", "study.question"),
+)
+
 
 @dataclass(frozen=True)
 class Command:
@@ -60,20 +67,28 @@ class Command:
     others: tuple[str, ...] = ()
 
 
+class JobFailed(ConfigError):
+    """A job of a sweep was refused, and has said so."""
+
+
 def script(
-    name: str, *, for_others: bool = False
+    name: str, *, for_others: bool = False, keeps: bool = True
 ) -> Callable[[Callable[[Command], None]], Callable[[], None]]:
     """Makes a function of a `Command` into the main program of configs/NAME.yaml.
 
-    for_others: words whose key that file does not have are no mistakes but go into `Command.others`.
+    for_others: words whose key that file does not have are no mistakes but go into `Command.others`. keeps: what it
+    makes lies in out_dir, of which each job of a sweep has its own; the sweep of a script that keeps nothing there
+    leaves no folder.
     """
 
     def decorate(main: Callable[[Command], None]) -> Callable[[], None]:
         others: list[str] = []
+        typed: list[str] = []
 
         def job(config: DictConfig) -> None:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                main(asked_for(config))  # an error ends this job, not the sweep
+                with mistakes_of_a_job(name, typed):
+                    main(asked_for(config))
             else:
                 with mistakes_in_one_line(name):
                     main(asked_for(config))
@@ -89,7 +104,11 @@ def script(
                 arguments = _in_order([_in_utf8(argument) for argument in sys.argv[1:]])
                 others[:] = [a for a in arguments if for_others and _is_for_others(name, a)]
                 sys.argv[1:] = [as_typed(argument) for argument in arguments if argument not in others]
-                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
+                typed[:] = sys.argv[1:]
+                with tempfile.TemporaryDirectory() as aside:
+                    if not keeps and get_args_parser().parse_args().multirun:
+                        sys.argv.append(as_text("hydra.sweep.dir", aside))
+                    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
 
         return run
 
@@ -101,6 +120,8 @@ def mistakes_in_one_line(name: str) -> Iterator[None]:
     """A mistake of the user's ends the program with one line and status 2; a fault of ours shows its traceback."""
     try:
         yield
+    except JobFailed:
+        sys.exit(2)
     except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         print(f"{name}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
         sys.exit(2)
@@ -110,6 +131,20 @@ def mistakes_in_one_line(name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def mistakes_of_a_job(name: str, typed: list[str]) -> Iterator[None]:
+    """An error ends the job of a sweep, and not the sweep; it is told at once, with what sets this job apart."""
+    try:
+        yield
+    except Exception as error:
+        own = " ".join(word for word in HydraConfig.get().overrides.task if word not in typed)
+        about = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}, see the traceback"
+        print(f"{name}: {own or 'its only job'}: {' '.join(about.split())}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            raise JobFailed from None
+        raise
 
 
 def _in_utf8(argument: str) -> str:
@@ -160,8 +195,12 @@ def as_typed(argument: str) -> str:
     if key not in TEXTS or value[:1] in ("[", "'", '"'):
         try:
             read = OverridesParser.create().parse_override(argument)
-            choice = read.is_sweep_override() or isinstance(read.value(), str | list)
-            if choice or not (CONFIGS / key).is_dir():  # mask=null is a choice that is not there
+            if read.is_sweep_override():
+                return argument
+            plain = read.value()
+            number = isinstance(plain, int | float) and not isinstance(plain, bool)
+            choice = (CONFIGS / key).is_dir() and not isinstance(plain, str | list)  # mask=null is not there
+            if not choice and not (number and key in NAMES):
                 return argument
         except HydraException:  # an apostrophe, an é, a ~
             pass

@@ -13,7 +13,7 @@ import yaml
 
 from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
-from minilm.build import build_model, check, construct, load_weights
+from minilm.build import Name, build_model, check, construct, load_weights
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command, differences, overlay
 from minilm.data import ROOT, Corpus, TokenData, prepare
@@ -54,16 +54,13 @@ class RunConfig:
     precision: str
     threads: int | None
     compile: bool | str
-    out_dir: str
-    resume: str | None
-    init_from: str | None
+    out_dir: Name
+    resume: Name | None
+    init_from: Name | None
     tensorboard: bool
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for key in ("out_dir", "resume", "init_from"):
-            if getattr(self, key) == "":
-                raise ConfigError(f"{key} is empty: expected the name of a folder")
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,11 @@ class Parts:
         device = resolve_device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
+        if settings["attention"].get("backend") == "flex" and device.type != "cuda":
+            raise ConfigError(
+                f"attention.backend=flex has no gradients on device={device.type}: train with "
+                "attention.backend=fused, or on device=cuda"
+            )
         corpus = construct(settings, "data", Corpus)
         text = corpus.read()
         tokenizer = (
@@ -135,7 +137,7 @@ def train(command: Command) -> Trainer:
         load_states(optimizers, saved.state["optimizers"])
 
     run = _folder_of(saved, command) if saved else _new_folder(command)
-    settings = settings | {"out_dir": str(run), "resume": None}
+    settings = rooted(settings) | {"out_dir": str(run), "resume": None}
     run_id = saved.state["wandb_run_id"] if saved else None
     writer = start_trackers(
         parts.wandb,
@@ -171,6 +173,14 @@ def train(command: Command) -> Trainer:
     finally:
         writer.finish(exit_code)
     return trainer
+
+
+def rooted(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the text's path absolute, so that a run can be gone on with from anywhere."""
+    data = settings["data"]
+    if not data.get("path"):
+        return settings
+    return settings | {"data": data | {"path": os.path.abspath(os.path.expanduser(data["path"]))}}
 
 
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
@@ -223,9 +233,10 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section not in MAY_CHANGE:
             for key, old, new in differences(section, then, now):
-                raise ConfigError(
-                    f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
-                )
+                if key != "data.path":  # the text may have moved; that it is the same one is checked by its hash
+                    raise ConfigError(
+                        f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
+                    )
     return merged
 
 

@@ -1,6 +1,7 @@
 """The machine: device, precision, threads, randomness, compilation."""
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 from minilm.errors import ConfigError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+MAX_THREADS = 256  # on a machine of fewer processors; with many more the process dies instead of starting them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,8 +61,11 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 def set_threads(threads: int | None) -> None:
     if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads={threads}: a positive whole number, or null for torch's own choice")
+        most = max(MAX_THREADS, os.cpu_count() or 1)
+        if not 1 <= threads <= most:
+            raise ConfigError(
+                f"threads={threads}: a positive whole number up to {most}, or null for torch's own choice"
+            )
         torch.set_num_threads(threads)
 
 

@@ -13,12 +13,27 @@ from minilm.cost import Cost, Memory
 from minilm.errors import ConfigError
 from minilm.model import GPT
 from minilm.optim import Optim
-from minilm.runtime import DTYPES, resolve_device, resolve_precision, set_threads
+from minilm.runtime import DTYPES, check_seed, resolve_device, resolve_precision, set_threads
+from minilm.schedule import Schedule
 from minilm.training import TrainConfig
 
 #: what the published encodings hold; other tokenizers know their size, or learn it from the text
 VOCABULARIES = {"gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
 CHAR = 65  # the alphabet of tiny Shakespeare
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Of the top level of configs/train.yaml, what a plan or bench goes by."""
+
+    seed: int
+    device: str
+    precision: str
+    threads: int | None
+    compile: bool | str
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -34,10 +49,13 @@ class Setting:
     @classmethod
     def of(cls, config: dict[str, Any]) -> Self:
         """Raises ConfigError for a device, precision or vocabulary that is not to be had."""
-        set_threads(config["threads"])
-        device = resolve_device(config["device"])
+        options = MachineConfig(
+            **check(MachineConfig, {key: config[key] for key in MachineConfig.__annotations__}, "")
+        )
+        set_threads(options.threads)
+        device = resolve_device(options.device)
         vocab_size, source = resolve_vocab_size(config)
-        return cls(config, vocab_size, source, device, resolve_precision(config["precision"], device))
+        return cls(config, vocab_size, source, device, resolve_precision(options.precision, device))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,6 +101,7 @@ class Run:
     def of(cls, setting: Setting) -> Self:
         """The run that the configuration of a setting asks for. Raises ConfigError where it asks for none."""
         train = TrainConfig(**check(TrainConfig, setting.config["train"], "train"))
+        construct(setting.config, "schedule", Schedule).check(train.max_steps)
         return cls(setting, train, type(construct(setting.config, "optim", Optim)).__name__)
 
     @property
