@@ -22,10 +22,19 @@ from minilm.files import write_atomic
 from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
 from minilm.optim import Optim, load_states
-from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
+from minilm.runtime import (
+    Compile,
+    Precision,
+    check_seed,
+    compile_model,
+    resolve_device,
+    resolve_precision,
+    set_deterministic,
+    set_threads,
+)
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
-from minilm.tracking import check_packages, start_trackers, start_wandb
+from minilm.tracking import check_packages, check_project, start_trackers, start_wandb
 from minilm.training import TrainConfig, Trainer, sample_prompt
 
 #: what a resumed run may change; everything else makes another run
@@ -39,6 +48,7 @@ MAY_CHANGE = (
     "precision",
     "threads",
     "compile",
+    "deterministic",
     "resume",
     "init_from",
     "out_dir",
@@ -51,13 +61,14 @@ class RunConfig:
 
     seed: int
     device: str
-    precision: str
+    precision: Precision
     threads: int | None
-    compile: bool | str
+    compile: Compile
     out_dir: Name
     resume: Name | None
     init_from: Name | None
     tensorboard: bool
+    deterministic: bool = False  # older checkpoints do not say it
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -90,10 +101,12 @@ class Parts:
         schedule.check(train.max_steps)
         optim = construct(settings, "optim", Optim)
         wandb = check(start_wandb, settings["wandb"], "wandb")
+        check_project(wandb["project"])
         check_packages(wandb["mode"], options.tensorboard)
         device = resolve_device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
+        set_deterministic(options.deterministic)
         if settings["attention"].get("backend") == "flex" and device.type != "cuda":
             raise ConfigError(
                 f"attention.backend=flex has no gradients on device={device.type}: train with "
@@ -233,7 +246,9 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section not in MAY_CHANGE:
             for key, old, new in differences(section, then, now):
-                if key != "data.path":  # the text may have moved; that it is the same one is checked by its hash
+                if (
+                    key != "data.path"
+                ):  # the text may have moved; that it is the same one is checked by its hash
                     raise ConfigError(
                         f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
                     )

@@ -13,7 +13,7 @@ from minilm.data import normalise_newlines, read_text
 from minilm.decoding import CompiledStep
 from minilm.errors import ConfigError
 from minilm.generation import Generator, Speed, encode_prompt
-from minilm.runtime import DTYPES, check_seed, resolve_device, set_threads
+from minilm.runtime import DTYPES, Compile, check_seed, resolve_device, set_threads
 from minilm.sampling import Sampler
 from minilm.streaming import write
 
@@ -37,12 +37,12 @@ class GenerateConfig:
     stop: str | list[str]
     seed: int | None
     cache: bool
-    overflow: str
+    overflow: Literal["slide", "error"]
     keep: float
     device: str
     precision: Literal["fp32", "bf16"]
     threads: int | None
-    compile: bool | str
+    compile: Compile
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MOST_SAMPLES:

@@ -8,7 +8,7 @@ from minilm.console import bar
 from minilm.data import TokenData, read_text
 from minilm.errors import ConfigError
 from minilm.evaluation import evaluate, perplexity
-from minilm.runtime import autocast, resolve_device, resolve_precision, set_threads
+from minilm.runtime import Precision, autocast, resolve_device, resolve_precision, set_threads
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ScoreConfig:
     batch_size: int
     stride: int | None
     device: str
-    precision: str
+    precision: Precision
     threads: int | None
 
     def __post_init__(self) -> None:

@@ -266,7 +266,9 @@ def _variant(name: str, own: list[str], words: list[str], seed: int) -> Variant:
         )
     setting = Setting.of(config | {"vocab_size": parts.tokenizer.vocab_size})
     run = Run(setting, parts.train, type(parts.optim).__name__)
-    return Variant(name, tuple(own), tuple(words), rooted(config), run, data.source, data.floor, model.mask.lookahead)
+    return Variant(
+        name, tuple(own), tuple(words), rooted(config), run, data.source, data.floor, model.mask.lookahead
+    )
 
 
 def _again(variant: Variant, word: str, seed: int) -> Variant:
