@@ -95,7 +95,7 @@ class Parts:
 
         Raises ConfigError, and writes nothing.
         """
-        options = _options(settings)
+        options = options_of(settings)
         train = TrainConfig(**check(TrainConfig, settings["train"], "train"))
         schedule = construct(settings, "schedule", Schedule)
         schedule.check(train.max_steps)
@@ -131,7 +131,7 @@ class Parts:
 
 def train(command: Command) -> Trainer:
     """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
-    _options(command.config)
+    options_of(command.config)
     started, source = start_from(command)  # the weights of another run, to begin with
     saved = _find_resumed(command)
     settings = _merge(saved, command) if saved else started
@@ -203,7 +203,8 @@ def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
     return wandb | {"group": "-".join(command.sweep.parts[-2:])}
 
 
-def _options(settings: dict[str, Any]) -> RunConfig:
+def options_of(settings: dict[str, Any]) -> RunConfig:
+    """The top level of a run's configuration. Raises ConfigError for what is none."""
     top = {key: value for key, value in settings.items() if key in RunConfig.__annotations__}
     return RunConfig(**check(RunConfig, top, ""))
 

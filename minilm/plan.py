@@ -12,6 +12,7 @@ from minilm.build import check
 from minilm.config import Command
 from minilm.errors import ConfigError
 from minilm.finetune import with_vocab_size
+from minilm.launch import options_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Pace:
 
 def plan(command: Command) -> None:
     """Print the plan of the run that train.py would make of the same words. Raises ConfigError where it would."""
+    options_of(command.config)
     config = with_vocab_size(command)
     seconds = PlanConfig(**check(PlanConfig, {"seconds": config["seconds"]}, "")).seconds
     setting = Setting.of(config)

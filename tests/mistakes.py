@@ -279,7 +279,7 @@ MORE = {
     "plan": {
         "model.n_head=3": "model.n_head=3 must divide model.n_embd=16; try model.n_head=2",
         "tokenizer=file tokenizer.path=x": "its size is not known without the text, say vocab_size=…",
-        "compile=maybe": "compile=maybe: expected true or false or strict",
+        "out_dir=": "out_dir=: expected the name of a file or folder",
         "device=cuda:99": "device=cuda:99: this machine has",
     },
     "bench": {

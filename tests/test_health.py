@@ -7,6 +7,7 @@ import sys
 import time
 import tracemalloc
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +38,7 @@ SMALLEST = [
 
 @dataclass(frozen=True)
 class Look:
-    """At a process: when, bytes of memory, open files, steps or tokens done."""
+    """At a process: seconds of the processor it has had, bytes of memory, open files, steps or tokens done."""
 
     seconds: float
     memory: int
@@ -50,11 +51,17 @@ def watch(command, done, *, cwd, out, every=0.5):
     looks = []
     with open(out, "wb") as stream:
         process = subprocess.Popen(command, cwd=cwd, stdout=stream, stderr=subprocess.PIPE)
-        proc, page = Path("/proc") / str(process.pid), os.sysconf("SC_PAGE_SIZE")
+        proc, page, ticks = (
+            Path("/proc") / str(process.pid),
+            os.sysconf("SC_PAGE_SIZE"),
+            os.sysconf("SC_CLK_TCK"),
+        )
         while process.poll() is None:
             try:
                 memory = int((proc / "statm").read_text().split()[1]) * page
-                looks.append(Look(time.monotonic(), memory, len(os.listdir(proc / "fd")), done()))
+                fields = (proc / "stat").read_text().rpartition(")")[2].split()
+                seconds = (int(fields[11]) + int(fields[12])) / ticks
+                looks.append(Look(seconds, memory, len(os.listdir(proc / "fd")), done()))
             except (OSError, ValueError, IndexError):  # it has just ended
                 break
             time.sleep(every)
@@ -71,12 +78,8 @@ def tenths(looks):
 
 
 def pace(looks):
-    """Seconds for one step or token, whatever else the machine did now and then."""
-    gaps = [
-        (b.seconds - a.seconds) / (b.done - a.done)
-        for a, b in zip(looks, looks[1:], strict=False)
-        if b.done > a.done
-    ]
+    """Seconds of the processor for one step or token: what else the machine does hardly counts."""
+    gaps = [(b.seconds - a.seconds) / (b.done - a.done) for a, b in pairwise(looks) if b.done > a.done]
     return trim_mean(gaps, 0.25)
 
 
@@ -89,7 +92,7 @@ def assert_healthy(looks, unit, kept=0):
     )
     paces = pace(first), pace(last)
     print(
-        f"\n{looks[-1].done:,} {unit}s in {looks[-1].seconds - looks[0].seconds:,.0f} s, first tenth and last: "
+        f"\n{looks[-1].done:,} {unit}s in {looks[-1].seconds - looks[0].seconds:,.0f} s of CPU, first tenth and last: "
         f"memory {memory[0] / MIB:.1f} and {memory[1] / MIB:.1f} MiB, open files {files[0]:.0f} and {files[1]:.0f}, "
         f"{1e6 * paces[0]:.0f} and {1e6 * paces[1]:.0f} µs a {unit}"
     )
@@ -184,7 +187,7 @@ def test_training_gathers_nothing(call, look, monkeypatch, tmp_path, text_file):
 
     def looking(self, *measured):
         report(self, *measured)
-        look(self.step, 50, 150, 550)
+        look(self.step, 20, 60, 260)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "_report", looking)
@@ -203,6 +206,6 @@ def test_training_gathers_nothing(call, look, monkeypatch, tmp_path, text_file):
 def test_generating_gathers_nothing(look, mask):
     config = GPTConfig(vocab_size=20, block_size=8, n_layer=1, n_head=1, n_embd=8)
     model = GPT(config, attention=lambda: MultiHeadAttention(8, n_head=1, mask=mask))
-    for number, _ in enumerate(Generator(model).tokens([[1, 2]], 1510, seed=1)):
-        look(number, 100, 500, 1500)
+    for number, _ in enumerate(Generator(model).tokens([[1, 2]], 1210, seed=1)):
+        look(number, 100, 400, 1200)
     assert_nothing_gathers(look.looks)
