@@ -191,9 +191,9 @@ def train(command: Command) -> Trainer:
 def rooted(settings: dict[str, Any]) -> dict[str, Any]:
     """With the text's path absolute, so that a run can be gone on with from anywhere."""
     data = settings["data"]
-    if not data.get("path"):
+    if not isinstance(path := data.get("path"), str):
         return settings
-    return settings | {"data": data | {"path": os.path.abspath(os.path.expanduser(data["path"]))}}
+    return settings | {"data": data | {"path": os.path.abspath(os.path.expanduser(path))}}
 
 
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
