@@ -15,7 +15,7 @@ import yaml
 
 from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
-from minilm.build import build_corpus, build_model, check, construct, load_weights
+from minilm.build import Name, build_corpus, build_model, check, construct, load_weights
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command, differences, overlay
 from minilm.data import ROOT, Corpus, TokenData
@@ -26,11 +26,29 @@ from minilm.maps import picture_of
 from minilm.model import GPT
 from minilm.optim import Optim, load_states
 from minilm.parallel import ALONE, Parallel, World, joined
-from minilm.runtime import check_seed, compile_model, resolve_precision, set_threads
+from minilm.runtime import (
+    Compile,
+    Precision,
+    check_seed,
+    compile_model,
+    resolve_precision,
+    set_deterministic,
+    set_threads,
+)
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
-from minilm.tracking import Elsewhere, Trackers, check_packages, start_trackers, start_wandb
+from minilm.tracking import (
+    Elsewhere,
+    Trackers,
+    check_packages,
+    check_project,
+    start_trackers,
+    start_wandb,
+)
 from minilm.training import REQUEUE, TrainConfig, Trainer, sample_prompt
+
+#: where texts lie; that they are the same ones is checked by their hash
+MAY_MOVE = ("data.path", "data.sources")
 
 #: what a resumed run may change; everything else makes another run
 MAY_CHANGE = (
@@ -44,6 +62,7 @@ MAY_CHANGE = (
     "precision",
     "threads",
     "compile",
+    "deterministic",
     "resume",
     "init_from",
     "out_dir",
@@ -56,19 +75,17 @@ class RunConfig:
 
     seed: int
     device: str
-    precision: str
+    precision: Precision
     threads: int | None
-    compile: bool | str
-    out_dir: str
-    resume: str | None
-    init_from: str | None
+    compile: Compile
+    out_dir: Name
+    resume: Name | None
+    init_from: Name | None
     tensorboard: bool
+    deterministic: bool = False  # older checkpoints do not say it
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for key in ("out_dir", "resume", "init_from"):
-            if getattr(self, key) == "":
-                raise ConfigError(f"{key} is empty: expected the name of a folder")
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ class Parts:
 
         Raises ConfigError, and writes nothing.
         """
-        options = _options(settings)
+        options = options_of(settings)
         train = TrainConfig(**check(TrainConfig, settings["train"], "train"))
         if train.batch_size % world.size:
             fewer = train.batch_size // world.size * world.size
@@ -104,10 +121,17 @@ class Parts:
         schedule.check(train.max_steps)
         optim = construct(settings, "optim", Optim)
         wandb = check(start_wandb, settings["wandb"], "wandb")
+        check_project(wandb["project"])
         check_packages(wandb["mode"], options.tensorboard)
         device = world.device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
+        set_deterministic(options.deterministic)
+        if settings["attention"].get("backend") == "flex" and device.type != "cuda":
+            raise ConfigError(
+                f"attention.backend=flex has no gradients on device={device.type}: train with "
+                "attention.backend=fused, or on device=cuda"
+            )
         corpus = build_corpus(settings)
         tokenizer = tokenizers.from_dict(begins.tokenizer) if begins else fit(settings, corpus)
         return cls(options, train, schedule, optim, wandb, device, precision, corpus, tokenizer)
@@ -133,7 +157,7 @@ def train(command: Command) -> Trainer:
     """Train as `command` says, from the start or from a checkpoint: in this process, or with those that were started
     with it. Raises ConfigError before anything is written.
     """
-    _options(command.config)
+    options_of(command.config)
     parallel = construct(command.config, "parallel", Parallel)
     with joined(command.config["device"], parallel.timeout) as world:
         trainer = _train(world.share(command), world)  # a folder named by the clock is the main process's
@@ -169,7 +193,7 @@ def _train(command: Command, world: World) -> Trainer:
         world.together(lambda: load_states(optimizers, states))
 
     run = world.on_main(lambda: _folder_of(saved, command) if saved else _new_folder(command))
-    settings = settings | {"out_dir": str(run), "resume": None}
+    settings = rooted(settings) | {"out_dir": str(run), "resume": None}
     run_id = saved.state["wandb_run_id"] if saved else None
     writer = Trackers([Elsewhere()])
     if world.main:
@@ -219,6 +243,18 @@ def _beginning(command: Command) -> tuple[dict[str, Any], Checkpoint | None, Che
     return settings | {"wandb": _grouped(settings["wandb"], command)}, saved, source
 
 
+def rooted(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the paths of texts absolute, so that a run can be gone on with from anywhere; a name of no file stays."""
+
+    def absolute(data: dict[str, Any]) -> dict[str, Any]:
+        path, sources = data.get("path"), data.get("sources")
+        if isinstance(path, str) and os.path.exists(found := os.path.expanduser(path)):
+            data = data | {"path": os.path.abspath(found)}
+        return data | {"sources": [absolute(source) for source in sources]} if sources else data
+
+    return settings | {"data": absolute(settings["data"])}
+
+
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
     """The runs of a sweep belong together, unless it was said otherwise."""
     if command.sweep is None or wandb.get("group") is not None:
@@ -226,7 +262,8 @@ def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
     return wandb | {"group": "-".join(command.sweep.parts[-2:])}
 
 
-def _options(settings: dict[str, Any]) -> RunConfig:
+def options_of(settings: dict[str, Any]) -> RunConfig:
+    """The top level of a run's configuration. Raises ConfigError for what is none."""
     top = {key: value for key, value in settings.items() if key in RunConfig.__annotations__}
     return RunConfig(**check(RunConfig, top, ""))
 
@@ -264,14 +301,15 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
         merged = overlay(command.config | {section: saved.config[section] for section in SECTIONS}, command)
-    merged = {"parallel": command.config["parallel"]} | merged | {"init_from": begun_from}
+    merged = rooted({"parallel": command.config["parallel"]} | merged | {"init_from": begun_from})
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section not in MAY_CHANGE:
             for key, old, new in differences(section, then, now):
-                raise ConfigError(
-                    f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
-                )
+                if key not in MAY_MOVE:
+                    raise ConfigError(
+                        f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
+                    )
     return merged
 
 

@@ -20,6 +20,16 @@ from minilm.embedding import NGramEmbedding, TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.layers import MLPS, NORMS, Dropout, named, usual_width
 
+#: ten times what any model has, and more: what lies beyond is a slip, and could not even be outlined
+MOST = {
+    "n_layer": 10_000,
+    "n_embd": 1 << 20,
+    "n_inner": 1 << 23,
+    "block_size": 1 << 30,
+    "vocab_size": 1 << 24,
+    "ngram_rows": 1 << 30,
+}
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -54,6 +64,9 @@ class GPTConfig:
         for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"model.{key}={getattr(self, key)}: a positive whole number")
+        for key, most in MOST.items():
+            if (getattr(self, key) or 0) > most:
+                raise ConfigError(f"model.{key}={getattr(self, key)}: at most {most}")
         if self.n_kv_head is not None and self.n_kv_head < 1:
             raise ConfigError(
                 f"model.n_kv_head={self.n_kv_head}: a positive whole number, or null for n_head"
@@ -70,6 +83,11 @@ class GPTConfig:
         check_dropout("model.dropout", self.dropout)
         if any(order < 2 for order in self.ngrams) or len(set(self.ngrams)) < len(self.ngrams):
             raise ConfigError(f"model.ngrams={list(self.ngrams)}: different whole numbers, 2 or more")
+        if max(self.ngrams, default=0) > self.block_size:
+            raise ConfigError(
+                f"model.ngrams={list(self.ngrams)}: at most as long as the context, "
+                f"model.block_size={self.block_size}"
+            )
         if self.ngram_rows < 1:
             raise ConfigError(f"model.ngram_rows={self.ngram_rows}: a positive whole number")
         check_dropout("model.ngram_dropout", self.ngram_dropout)

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_made_is_refused(command, here, out_dir, default
     [
         ({"seed": -1}, "seed=-1"),
         ({"seed": "x"}, "seed=x: expected a whole number"),
-        ({"out_dir": ""}, "out_dir is empty"),
+        ({"out_dir": ""}, "expected the name of a file or folder"),
         ({"schedule.warmup": 5}, "schedule.warmup=5 is longer than the run"),
         ({"precision": "fp16"}, "precision=fp16 needs a CUDA device"),
         ({"device": "cuda:7"}, "device=cuda:7"),

@@ -69,7 +69,7 @@ def test_a_model_too_big_to_run_is_planned_all_the_same(capsys):
     [
         ("model.n_head=3", "model.n_head=3 must divide model.n_embd=128"),
         ("train.batch_size=0", "train.batch_size=0: a positive"),
-        ("seconds=-1", "seconds=-1: a number"),
+        ("seconds=-1", "seconds=-1.0: a number"),
     ],
 )
 def test_mistakes_are_told(word, told):

@@ -1,7 +1,6 @@
 """Whole training runs against one another: how long each recipe trains, and to which loss."""
 
 import json
-import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from minilm.bench.report import COLORS, log_axes, show_seconds
 from minilm.bench.setting import Setting
 from minilm.config import Command, compose
 from minilm.errors import ConfigError
-from minilm.launch import train
+from minilm.launch import rooted, train
 
 Curve = list[tuple[float, float]]  # (seconds of the training clock, loss of the whole validation text)
 
@@ -55,7 +54,7 @@ class RaceBench(Bench):
                 if name == "challenger" or i < self.baseline_seeds:
                     config = compose("train", [f"recipe={recipe}", f"seed={seed}", "train.sample_tokens=0"])
                     config |= {key: setting.config[key] for key in ("threads", "device", "compile")}
-                    curves[name][seed] = trained(config | {"data": whole(setting.config["data"])})
+                    curves[name][seed] = trained(rooted(config | {"data": setting.config["data"]}))
                     progress.step()
         clock = median(curve[-1][0] for curve in curves["baseline"].values())
         ratios = {seed: clock / curve[-1][0] for seed, curve in curves["challenger"].items()}
@@ -85,11 +84,6 @@ class RaceBench(Bench):
                 "Clocks hold updates alone, from the first one on. The loss is that of the whole validation text."
             ],
         )
-
-
-def whole(data: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` with its path as it is from any folder."""
-    return data | {"path": os.path.abspath(os.path.expanduser(data["path"]))} if data.get("path") else data
 
 
 def trained(config: dict[str, Any]) -> Curve:

@@ -9,13 +9,14 @@ import torch
 from minilm.bench.base import Bench, Report, Table
 from minilm.bench.generate import READ_BYTES, READERS
 from minilm.bench.measure import Product, Progress, free_bytes, median_seconds
-from minilm.bench.race import Curve, trained, whole
+from minilm.bench.race import Curve, trained
 from minilm.bench.report import COLORS, log_axes, show_bytes, show_number
 from minilm.bench.setting import Run, Setting
 from minilm.bench.step import SQUARES, model_flops
 from minilm.bench.training import TrainingStep
 from minilm.config import compose
 from minilm.errors import ConfigError
+from minilm.launch import rooted
 
 SHARED = (
     "data",
@@ -111,7 +112,7 @@ class ScaleBench(Bench):
         words = [f"model.block_size={context}", f"train.batch_size={self.tokens // context}"]
         try:
             config = compose("train", [*self.models[name], *words])
-            config |= {key: setting.config[key] for key in SHARED} | {"data": whole(setting.config["data"])}
+            config = rooted(config | {key: setting.config[key] for key in SHARED})
             run = Run.of(Setting.of(config | {"vocab_size": setting.vocab_size}))
             if run.memory.peak > free_bytes(setting.device):
                 raise ConfigError(f"a step takes {show_bytes(run.memory.peak)}, more memory than is free")
