@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import signal
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
+from minilm.model import GPT
 from minilm.optim import Optim, load_states
-from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
+from minilm.parallel import ALONE, Parallel, World, joined
+from minilm.runtime import check_seed, compile_model, resolve_precision, set_threads
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
-from minilm.tracking import check_packages, start_trackers, start_wandb
-from minilm.training import TrainConfig, Trainer, sample_prompt
+from minilm.tracking import Elsewhere, Trackers, check_packages, start_trackers, start_wandb
+from minilm.training import REQUEUE, TrainConfig, Trainer, sample_prompt
 
 #: what a resumed run may change; everything else makes another run
 MAY_CHANGE = (
@@ -36,6 +39,7 @@ MAY_CHANGE = (
     "schedule",
     "wandb",
     "tensorboard",
+    "parallel",
     "device",
     "precision",
     "threads",
@@ -82,19 +86,26 @@ class Parts:
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, settings: dict[str, Any], begins: Checkpoint | None = None) -> Self:
-        """All of it checked and built; the tokenizer is that of the checkpoint that the run begins with, if any.
+    def of(cls, settings: dict[str, Any], begins: Checkpoint | None = None, world: World = ALONE) -> Self:
+        """All of it checked and built, for one process of `world`; the tokenizer is that of the checkpoint that the run
+        begins with, if any.
 
         Raises ConfigError, and writes nothing.
         """
         options = _options(settings)
         train = TrainConfig(**check(TrainConfig, settings["train"], "train"))
+        if train.batch_size % world.size:
+            fewer = train.batch_size // world.size * world.size
+            raise ConfigError(
+                f"train.batch_size={train.batch_size}: {world.size} processes cannot share so many windows equally; "
+                f"say {fewer or world.size} or {fewer + world.size}, or start another number of processes"
+            )
         schedule = construct(settings, "schedule", Schedule)
         schedule.check(train.max_steps)
         optim = construct(settings, "optim", Optim)
         wandb = check(start_wandb, settings["wandb"], "wandb")
         check_packages(wandb["mode"], options.tensorboard)
-        device = resolve_device(options.device)
+        device = world.device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
         corpus = build_corpus(settings)
@@ -119,38 +130,59 @@ def fit(settings: dict[str, Any], corpus: Corpus) -> Tokenizer:
 
 
 def train(command: Command) -> Trainer:
-    """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
+    """Train as `command` says, from the start or from a checkpoint: in this process, or with those that were started
+    with it. Raises ConfigError before anything is written.
+    """
     _options(command.config)
-    started, source = start_from(command)  # the weights of another run, to begin with
-    saved = _find_resumed(command)
-    settings = _merge(saved, command) if saved else started
-    settings = settings | {"wandb": _grouped(settings["wandb"], command)}
-    parts = Parts.of(settings, saved or source)
-    torch.manual_seed(parts.options.seed)
-    model = build_model(settings, parts.tokenizer.vocab_size, parts.tokenizer.end_token).to(parts.device)
-    data = parts.tokens(model.config.block_size)
-    optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
-    if source:
-        load_weights(model, source)
+    parallel = construct(command.config, "parallel", Parallel)
+    with joined(command.config["device"], parallel.timeout) as world:
+        trainer = _train(world.share(command), world)  # a folder named by the clock is the main process's
+    if (
+        trainer.stopped_by in REQUEUE
+    ):  # all is saved: now whoever handled that signal before us may requeue the job
+        signal.raise_signal(trainer.stopped_by)  # type: ignore[arg-type]
+    return trainer
+
+
+def _train(command: Command, world: World) -> Trainer:
+    settings, saved, source = world.on_main(lambda: _beginning(command))
+    begins = saved or source
+
+    def build() -> tuple[Parallel, Parts, GPT, TokenData]:
+        parallel = construct(settings, "parallel", Parallel)
+        parts = Parts.of(settings, begins, world)
+        torch.manual_seed(parts.options.seed)
+        model = build_model(settings, parts.tokenizer.vocab_size, parts.tokenizer.end_token)
+        return parallel, parts, model, parts.tokens(model.config.block_size)
+
+    parallel, parts, model, data = world.together(build)
+    world.alike({"data": data.source, "precision": parts.precision})
+    if begins:
+        world.on_main(lambda: load_weights(model, begins))
+    wrapped, hold = parallel.spread(model, model.blocks, parts.device, world)
+    forward = world.together(lambda: compile_model(wrapped, parts.options.compile))
+    optimizers = parts.optim.build(model)
     if saved:
         if saved.state["source"] != data.source:
-            raise ConfigError("data: the text is not the one that the run to resume was trained on")
-        load_weights(model, saved)
-        load_states(optimizers, saved.state["optimizers"])
+            raise world.refusal("data: the text is not the one that the run to resume was trained on")
+        states = world.spread(saved.state["optimizers"], optimizers)
+        world.together(lambda: load_states(optimizers, states))
 
-    run = _folder_of(saved, command) if saved else _new_folder(command)
+    run = world.on_main(lambda: _folder_of(saved, command) if saved else _new_folder(command))
     settings = settings | {"out_dir": str(run), "resume": None}
     run_id = saved.state["wandb_run_id"] if saved else None
-    writer = start_trackers(
-        parts.wandb,
-        parts.options.tensorboard,
-        config=settings,
-        run_dir=run,
-        run_id=run_id,
-        step=saved.step if saved else 0,
-    )
-    write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-    _point_latest(run)
+    writer = Trackers([Elsewhere()])
+    if world.main:
+        writer = start_trackers(
+            parts.wandb,
+            parts.options.tensorboard,
+            config=settings,
+            run_dir=run,
+            run_id=run_id,
+            step=saved.step if saved else 0,
+        )
+        write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        _point_latest(run)
     trainer = Trainer(
         model,
         forward=forward,
@@ -165,6 +197,8 @@ def train(command: Command) -> Trainer:
         precision=parts.precision,
         writer=writer,
         picture=picture_of(model, parts.tokenizer, settings),
+        world=world,
+        hold=hold,
     )
     if saved:
         trainer.restore(saved)
@@ -175,6 +209,14 @@ def train(command: Command) -> Trainer:
     finally:
         writer.finish(exit_code)
     return trainer
+
+
+def _beginning(command: Command) -> tuple[dict[str, Any], Checkpoint | None, Checkpoint | None]:
+    """The configuration, the checkpoint to go on from, and the one whose weights a new run begins with."""
+    started, source = start_from(command)
+    saved = _find_resumed(command)
+    settings = _merge(saved, command) if saved else started
+    return settings | {"wandb": _grouped(settings["wandb"], command)}, saved, source
 
 
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
@@ -222,7 +264,7 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
         merged = overlay(command.config | {section: saved.config[section] for section in SECTIONS}, command)
-    merged = merged | {"init_from": begun_from}
+    merged = {"parallel": command.config["parallel"]} | merged | {"init_from": begun_from}
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section not in MAY_CHANGE:
