@@ -282,6 +282,7 @@ class Windows:
         self.counts = lengths - block_size
         self.begins = np.cumsum(lengths) - lengths
         self.places = shares([weight for _, weight in mixed], ROUND) if mixed else None
+        self._latest: tuple[int, Any] = (-1, None)  # the round that was asked for last
 
     def starts(self, first: int, n: int) -> np.ndarray:
         """Offsets of windows number first … first + n − 1 since the beginning of training, (n,) int64."""
@@ -303,12 +304,22 @@ class Windows:
         if self.places is None:
             return np.zeros_like(index), index
         turn, place = np.divmod(index, ROUND)
-        drawn = np.empty_like(place)
-        for t in np.unique(turn):
-            drawn[turn == t] = permute(place[turn == t], ROUND, (self.seed, int(t), 0, 1))
-        ends = np.cumsum(self.places)
-        source = np.searchsorted(ends, drawn, side="right")
-        return source, turn * self.places[source] + drawn - (ends - self.places)[source]
+        source, number = np.empty_like(index), np.empty_like(index)
+        for t in np.unique(turn).tolist():
+            order, rank = self._round(t)
+            here = turn == t
+            source[here], number[here] = order[place[here]], rank[place[here]]
+        return source, turn * self.places[source] + number
+
+    def _round(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the windows of a round, (ROUND,) each: the source, and how many of the same source are before it."""
+        if self._latest[0] != turn:
+            drawn = permute(np.arange(ROUND), ROUND, (self.seed, turn, 0, 1))
+            source, rank = np.searchsorted(np.cumsum(self.places), drawn, side="right"), np.empty_like(drawn)
+            for s in range(len(self.counts)):
+                rank[source == s] = np.arange((source == s).sum())
+            self._latest = turn, (source, rank)
+        return self._latest[1]
 
     def _key(self, source: int, epoch: int) -> tuple[int, ...]:
         return (self.seed, epoch) if self.places is None else (self.seed, epoch, source, 2)
