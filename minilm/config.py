@@ -107,7 +107,7 @@ def mistakes_in_one_line(name: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.environ.get("RANK") != "0":
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.environ.get("RANK", "0") != "0":
             time.sleep(MAIN_SECONDS)
         else:
             print(f"{name}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
