@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import yaml
 from pydantic import ConfigDict, ValidationError, create_model
 
 from minilm import checkpoint as checkpoints
@@ -23,11 +24,13 @@ from minilm.attention.layer import Attention
 from minilm.attention.masks import Mask
 from minilm.attention.positions import Position
 from minilm.checkpoint import Checkpoint
+from minilm.data import ROOT, Corpus
 from minilm.errors import ConfigError
 from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
 
 T = TypeVar("T")
+CHOICES = ROOT / "configs" / "data"
 
 
 def construct(
@@ -103,8 +106,26 @@ def _class(path: Any, key: str, kind: type) -> type:
     return found
 
 
-def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
-    """A model with fresh weights from the sections model, attention, mask and position."""
+def build_corpus(config: dict[str, Any]) -> Corpus:
+    """The corpus of the section data. Nothing is read yet."""
+
+    def source(options: dict[str, Any], place: str) -> Corpus:
+        """One of several: a choice of configs/data, and those of its keys that are said."""
+        said = dict(options)
+        choice, files = said.pop("data", None), {file.stem: file for file in CHOICES.glob("*.yaml")}
+        if choice not in files:
+            raise ConfigError(f"{place}: data={choice}: expected one of {', '.join(sorted(files))}")
+        declared = yaml.safe_load(files[choice].read_text(encoding="utf-8"))
+        if missing := [key for key, value in declared.items() if value == "???" and key not in said]:
+            raise ConfigError(f"{place}.{missing[0]} has no value: say {{data: {choice}, {missing[0]}: …}}")
+        return construct({place: declared | said}, place, Corpus, make=source)
+
+    return construct(config, "data", Corpus, make=source)
+
+
+def build_model(config: dict[str, Any], vocab_size: int, end_token: int | None = None) -> GPT:
+    """A model with fresh weights from the sections model, attention, mask and position; end_token keeps its attention
+    within documents where the section data says document_mask."""
     shape = GPTConfig(
         vocab_size=vocab_size, **check(GPTConfig, config["model"], "model", exclude=("vocab_size",))
     )
@@ -132,14 +153,15 @@ def build_model(config: dict[str, Any], vocab_size: int) -> GPT:
             position=position,
         )
 
-    return GPT(shape, position=position, attention=attention)
+    separate = config.get("data", {}).get("document_mask", False)
+    return GPT(shape, position=position, attention=attention, end_token=end_token if separate else None)
 
 
 def outline(saved: Checkpoint, tokenizer: Tokenizer) -> GPT:
     """The model of a checkpoint without its numbers, on the meta device. ConfigError where the weights do not fit."""
     try:
         with torch.device("meta"):
-            model = build_model(saved.config, tokenizer.vocab_size)
+            model = build_model(saved.config, tokenizer.vocab_size, tokenizer.end_token)
     except KeyError as error:
         raise ConfigError(f"{saved.path}: config.yaml has no section {error}") from None
     check_weights(model, saved)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Self, TextIO
 
 LINE_SECONDS = 5.0  # between two plain progress lines
+BAR_LINE_SECONDS = 20.0  # between two lines where a bar is not to be had
 REDRAW_SECONDS = 0.25  # between two redrawings of the bar
 
 # Control characters other than newline and tab, as symbols: a model may sample an escape sequence.
@@ -108,16 +109,27 @@ def live_bar(stream: TextIO) -> Any:
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows on standard error, where that is a terminal, how much of some work is done: the block calls it with
-    (done, total)."""
+def bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Shows on standard error how much of some work is done: a bar on a terminal, elsewhere a line now and then. The
+    block calls it with (done, total), or None for a total that is not known."""
     from rich.console import Console as Terminal
     from rich.progress import Progress
 
-    terminal = Terminal(stderr=True)
+    terminal, shown = Terminal(stderr=True), time.monotonic()
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def show(done: int, total: int | None) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if terminal.is_terminal:
+                progress.update(task, completed=done, total=total)
+            elif now - shown > BAR_LINE_SECONDS:
+                shown = now
+                of = f"{done / total:.0%}" if total else f"{done:,}"
+                print(f"{what}: {of} done", file=sys.stderr, flush=True)
+
+        yield show
 
 
 def short(number: float) -> str:

@@ -59,7 +59,7 @@ class Cost:
     """The costs of one model.
 
     position: the name of its class. backend: of softmax attention. chunk: of linear attention, None for softmax.
-    device: the type of device that it trains on.
+    device: the type of device that it trains on. documents: each window has a mask of its own, which keeps to them.
     """
 
     model: GPTConfig
@@ -69,6 +69,7 @@ class Cost:
     backend: str = "fused"
     chunk: int | None = None
     device: str = "cpu"
+    documents: bool = False
 
     @property
     def kv_width(self) -> int:
@@ -143,6 +144,7 @@ class Cost:
     def _goes_by_blocks(self, context: int) -> bool:
         return (
             self.backend == "fused"
+            and not self.documents
             and isinstance(self.mask, SlidingWindow)
             and context >= 4 * self.mask.window
         )
@@ -181,7 +183,7 @@ class Cost:
             FLOAT32 * inner if optimizer == "Muon" else 0
         )  # Muon has one moment, AdamW two
         logits = FLOAT32 * tokens * c.vocab_size
-        blocks = c.n_layer * (tokens * self._block_bytes(half) + self._table_bytes())
+        blocks = c.n_layer * (tokens * self._block_bytes(half) + self._table_bytes(batch))
         blocks += 2 * (inner + table) if half else 0  # the weights in half precision
         activations = blocks + tokens * self._norm_bytes(half, readers=1) + logits
         peak = max(
@@ -231,7 +233,7 @@ class Cost:
             size = 2 * (self.mask.reach or size)
         if self.device != "cpu" or element == FLOAT32 or size > SHORT:
             return 0
-        if not isinstance(self.mask, Causal) or self.position == "Alibi":
+        if not isinstance(self.mask, Causal) or self.position == "Alibi" or self.documents:
             return size
         blocks = range(0, size, ROWS)  # each reads to its own end
         return sum(min(ROWS, size - start) * min(start + ROWS, size) for start in blocks) / size
@@ -242,11 +244,15 @@ class Cost:
         kept = 2 if self.model.norm == "rmsnorm" else 1  # x, and PyTorch's RMSNorm also x / rms
         return FLOAT32 * width * kept + width * (2 * readers if half else FLOAT32)
 
-    def _table_bytes(self) -> int:
-        """A layer's (n, n) table of the mask or the bias, where a fused kernel has no word for it."""
+    def _table_bytes(self, batch: int) -> int:
+        """A layer's (n, n) table of the mask or the bias, where a fused kernel has no word for it; one for each window
+        where they hold documents."""
         size = self.model.block_size
         if self.backend != "fused" or self.chunk is not None or self._goes_by_blocks(size):
             return 0
         if self.position == "Alibi":
-            return FLOAT32 * size**2 * self.model.n_head // self.model.n_layer  # one for all layers
+            tables = batch if self.documents else 1
+            return FLOAT32 * tables * size**2 * self.model.n_head // self.model.n_layer  # one for all layers
+        if self.documents:
+            return FLOAT32 * batch * size**2
         return 0 if isinstance(self.mask, Causal | Full) else FLOAT32 * size**2

@@ -1,6 +1,7 @@
 """Text in, batches out: corpora, the split, the token cache, and the order in which windows are visited.
 
-Adding a corpus is a small class here (a `read` that returns text) and one file in configs/data/.
+Adding a corpus is a small class here (a `Text` with a `read` that returns it, or in `sources` a `Documents` with a
+`read` that yields them) and one file in configs/data/.
 """
 
 import hashlib
@@ -9,41 +10,80 @@ import json
 import os
 import pydoc_data.topics
 import urllib.request
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from minilm import tales
 from minilm.errors import ConfigError
 from minilm.files import sha256_of, write_atomic
+from minilm.shards import Shards
 from minilm.tokenizer import Tokenizer, dtype_for
 
+Tokens = np.ndarray | Shards  # (N,), on a disk
+
 ROOT = Path(__file__).resolve().parents[1]
+ROUND = 1 << 14  # windows over which the shares of mixed sources are exact
+
+
+class Corpus:
+    """What a model is trained on and measured by; its constructor's keywords are its file in configs/data/."""
+
+    #: texts of their own, which the tokenizer's end token separates
+    documents: ClassVar[bool] = False
+
+    def fit(
+        self, make: Callable[[Iterable[str]], Tokenizer], options: dict[str, Any], cache: Path
+    ) -> Tokenizer:
+        """The tokenizer that `make` makes of the corpus's texts. options: what it was asked to be."""
+        return make(self.texts())
+
+    def texts(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    def prepare(self, tokenizer: Tokenizer, cache: Path) -> "TokenData":
+        """The tokens, made now or by an earlier run in the folder `cache`. Raises ConfigError for what has none."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """A text and its split: the last `val_fraction` of its characters is for validation."""
+class Text(Corpus):
+    """A single text and its split: the last `val_fraction` of its characters is for validation."""
 
     val_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.val_fraction < 1:
-            raise ConfigError(f"data.val_fraction={self.val_fraction}: a share from 0 to below 1")
+        check_fraction(self.val_fraction)
+
+    @cached_property
+    def text(self) -> str:
+        return self.read()
 
     def read(self) -> str:
         raise NotImplementedError
+
+    def texts(self) -> Iterable[str]:
+        yield self.text
+
+    def prepare(self, tokenizer: Tokenizer, cache: Path) -> "TokenData":
+        return prepare(self, self.text, tokenizer, cache)
 
     def floor(self, start: int) -> float | None:
         """Total information in nats of the characters from `start` on, where the source is known."""
         return None
 
 
+def check_fraction(val_fraction: float) -> None:
+    if not 0 <= val_fraction < 1:
+        raise ConfigError(f"data.val_fraction={val_fraction}: a share from 0 to below 1")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Tales(Corpus):
+class Tales(Text):
     """The embedded corpus: tiny stories from a grammar of our own, whose entropy is known (data/tales/)."""
 
     seed: int = 1337
@@ -72,7 +112,7 @@ class Tales(Corpus):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFile(Corpus):
+class TextFile(Text):
     """Any UTF-8 text file."""
 
     path: str
@@ -82,7 +122,7 @@ class TextFile(Corpus):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Download(Corpus):
+class Download(Text):
     """A text fetched once, kept under data/downloads/, and checked against its size and hash."""
 
     url: str
@@ -119,7 +159,7 @@ class Download(Corpus):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyDoc(Corpus):
+class PyDoc(Text):
     """The language reference that ships with Python, as its help() prints it; it differs a little by version."""
 
     def read(self) -> str:
@@ -161,14 +201,17 @@ class TokenData:
     """The tokens of a corpus, memory-mapped, and what its validation text weighs.
 
     val_bytes: UTF-8 bytes of the validation text, for bits per byte. floor: the entropy of the validation text
-    in nats per token, where its source is known. source: sha256 of the text.
+    in nats per token, where its source is known. source: sha256 of the text, or of its tokens. mixed: (tokens,
+    weight) of each source, where `train` is several, one after the other. end: the token between documents, if any.
     """
 
-    train: np.ndarray
-    val: np.ndarray
+    train: Tokens
+    val: Tokens
     val_bytes: int
     floor: float | None
     source: str = ""
+    mixed: tuple[tuple[int, float], ...] = ()
+    end: int | None = None
 
     def bits_per_byte(self, loss: float) -> float:
         """Nats per token -> bits per byte, comparable across tokenizers."""
@@ -176,15 +219,17 @@ class TokenData:
 
     def check(self, block_size: int) -> None:
         """ConfigError where a part of the split is shorter than one window and its targets."""
-        for name, tokens in (("training", self.train), ("validation", self.val)):
-            if 0 < len(tokens) <= block_size or (name == "training" and not len(tokens)):
+        each = [(f"training text of data.sources[{i}]", n) for i, (n, _) in enumerate(self.mixed)]
+        each = each or [("training text", len(self.train))]
+        for name, count in (*each, ("validation text", len(self.val))):
+            if 0 < count <= block_size or (name != "validation text" and not count):
                 raise ConfigError(
-                    f"data: the {name} text has {len(tokens)} tokens, model.block_size={block_size} needs at least "
+                    f"data: the {name} has {count} tokens, model.block_size={block_size} needs at least "
                     f"{block_size + 1}: give more text, a smaller model.block_size or another data.val_fraction"
                 )
 
 
-def prepare(corpus: Corpus, text: str, tokenizer: Tokenizer, cache: Path) -> TokenData:
+def prepare(corpus: Text, text: str, tokenizer: Tokenizer, cache: Path) -> TokenData:
     """Tokenize a corpus, or map the tokens that an earlier run left in `cache` under the same fingerprint.
 
     The split is by characters, so that every tokenizer is measured on the same validation text.
@@ -220,28 +265,64 @@ class Windows:
     """The training windows in the order of training, a pure function of (seed, index).
 
     N tokens hold N − block_size windows of block_size inputs and as many targets. Each epoch visits each window
-    once, in an order of its own, so a resumed run needs to know nothing but its step.
+    once, in an order of its own, so a resumed run needs to know nothing but how many it has seen.
+
+    mixed: (tokens, weight) of each source, if there are several. Of every 16384 windows a source gives its share, to
+    the nearest whole number and at least one, at places drawn anew each time; its own windows follow one another in
+    epochs of its own.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: int) -> None:
+    def __init__(
+        self, tokens: Tokens, block_size: int, seed: int, mixed: Sequence[tuple[int, float]] = ()
+    ) -> None:
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
-        self.count = len(tokens) - block_size
+        lengths = np.array([n for n, _ in mixed] or [len(tokens)])
+        self.counts = lengths - block_size
+        self.begins = np.cumsum(lengths) - lengths
+        self.places = shares([weight for _, weight in mixed], ROUND) if mixed else None
 
     def starts(self, first: int, n: int) -> np.ndarray:
         """Offsets of windows number first … first + n − 1 since the beginning of training, (n,) int64."""
-        index = np.arange(first, first + n)
-        epoch, place = np.divmod(index, self.count)
-        return np.concatenate(
-            [permute(place[epoch == e], self.count, (self.seed, int(e))) for e in np.unique(epoch)]
-        )
+        source, number = self._drawn(np.arange(first, first + n))
+        epoch, place = np.divmod(number, self.counts[source])
+        found = np.empty(n, np.int64)
+        for s, e in sorted({*zip(source.tolist(), epoch.tolist(), strict=True)}):
+            here = (source == s) & (epoch == e)
+            found[here] = self.begins[s] + permute(place[here], int(self.counts[s]), self._key(s, e))
+        return found
 
     def batch(self, first: int, n: int) -> np.ndarray:
         """Windows first … first + n − 1 with their last target, (n, block_size + 1) int64."""
         rows = self.starts(first, n)[:, None] + np.arange(self.block_size + 1)
         return self.tokens[rows].astype(np.int64)
 
+    def _drawn(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which source each window is of, and its number among all of that source, (n,) each."""
+        if self.places is None:
+            return np.zeros_like(index), index
+        turn, place = np.divmod(index, ROUND)
+        drawn = np.empty_like(place)
+        for t in np.unique(turn):
+            drawn[turn == t] = permute(place[turn == t], ROUND, (self.seed, int(t), 0, 1))
+        ends = np.cumsum(self.places)
+        source = np.searchsorted(ends, drawn, side="right")
+        return source, turn * self.places[source] + drawn - (ends - self.places)[source]
 
-def permute(place: np.ndarray, n: int, key: tuple[int, int]) -> np.ndarray:
+    def _key(self, source: int, epoch: int) -> tuple[int, ...]:
+        return (self.seed, epoch) if self.places is None else (self.seed, epoch, source, 2)
+
+
+def shares(weights: Sequence[float], total: int) -> np.ndarray:
+    """Whole numbers nearest to what the weights say of `total`, each 1 at least, which sum to it, (n,) int64."""
+    exact = np.array(weights) / np.sum(weights) * total
+    found = np.maximum(np.floor(exact), 1).astype(np.int64)
+    while left := total - int(found.sum()):
+        sign = 1 if left > 0 else -1
+        found[np.argmax(sign * (exact - found))] += sign
+    return found
+
+
+def permute(place: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
     """Where a keyed shuffle of range(n) puts the numbers `place`, without a table of n entries.
 
     A Feistel network over the next even power of two, walked until the value falls below n (Black & Rogaway

@@ -18,6 +18,10 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, vocab_size: int, n_embd: int) -> None:
         super().__init__(vocab_size, n_embd)
 
+    def forward(self, tokens: Tensor, pos: Tensor | None = None) -> Tensor:
+        """(B, past + T) int64 -> (B, T, C). pos: (B, T) places in documents, where each is to know its own alone."""
+        return super().forward(tokens)
+
 
 class NGramEmbedding(TokenEmbedding):
     """The token's vector, and one for each of the last `orders` tokens taken together.
@@ -41,19 +45,22 @@ class NGramEmbedding(TokenEmbedding):
             torch.zeros(min(histories(vocab_size, order), rows), n_embd) for order in orders
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, past + T) int64 -> (B, T, C). A token of −1 is none: the text begins after it."""
+    def forward(self, tokens: Tensor, pos: Tensor | None = None) -> Tensor:
+        """(B, past + T) int64 -> (B, T, C). A token of −1 is none: the text begins after it. pos: as above."""
         x = super().forward(tokens[:, self.past :].clamp(min=0))
         for order, table in zip(self.orders, self.tables, strict=True):
-            vectors = F.embedding(self._rows(tokens, order, len(table)), table)
+            vectors = F.embedding(self._rows(tokens, order, len(table), pos), table)
             if self.training and self.dropout:
                 vectors = vectors * F.dropout(torch.ones_like(vectors[..., :1]), self.dropout)
             x = x + vectors
         return x
 
-    def _rows(self, tokens: Tensor, order: int, rows: int) -> Tensor:
+    def _rows(self, tokens: Tensor, order: int, rows: int, pos: Tensor | None = None) -> Tensor:
         """The row of each history, (B, past + T) -> (B, T)."""
         history = (tokens + 1).unfold(-1, order, 1)[:, self.past + 1 - order :]  # (B, T, order)
+        if pos is not None:  # what lies farther back than the document's beginning is none
+            back = torch.arange(order - 1, -1, -1, device=tokens.device)
+            history = history.masked_fill(back > pos.unsqueeze(-1), 0)
         direct = histories(self.num_embeddings, order) <= rows
         # a hash may wrap around at 2⁶³; an odd base then keeps every token in it
         base = (self.num_embeddings + 1) | (0 if direct else 1)

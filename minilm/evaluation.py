@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minilm.data import Tokens
 from minilm.model import GPT
 from minilm.parallel import ALONE, World
 from minilm.runtime import inference
@@ -16,7 +17,7 @@ from minilm.runtime import inference
 
 def evaluate(
     model: GPT,
-    tokens: np.ndarray,
+    tokens: Tokens,
     *,
     block_size: int,
     batch_size: int,
@@ -61,7 +62,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def windows(
-    tokens: np.ndarray, block_size: int, batch_size: int, stride: int | None = None
+    tokens: Tokens, block_size: int, batch_size: int, stride: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets (B, T) of consecutive windows; the last one may be shorter.
 

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,10 +15,10 @@ import yaml
 
 from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
-from minilm.build import build_model, check, construct, load_weights
+from minilm.build import build_corpus, build_model, check, construct, load_weights
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command, differences, overlay
-from minilm.data import ROOT, Corpus, TokenData, prepare
+from minilm.data import ROOT, Corpus, TokenData
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.finetune import SECTIONS, start_from
@@ -82,7 +83,6 @@ class Parts:
     device: torch.device
     precision: str
     corpus: Corpus
-    text: str
     tokenizer: Tokenizer
 
     @classmethod
@@ -108,21 +108,25 @@ class Parts:
         device = world.device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
-        corpus = construct(settings, "data", Corpus)
-        text = corpus.read()
-        tokenizer = (
-            tokenizers.from_dict(begins.tokenizer)
-            if begins
-            else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
-        )
-        return cls(options, train, schedule, optim, wandb, device, precision, corpus, text, tokenizer)
+        corpus = build_corpus(settings)
+        tokenizer = tokenizers.from_dict(begins.tokenizer) if begins else fit(settings, corpus)
+        return cls(options, train, schedule, optim, wandb, device, precision, corpus, tokenizer)
 
     def tokens(self, block_size: int) -> TokenData:
         """The text as tokens. Raises ConfigError where it is too short, or a sample could not begin."""
-        data = prepare(self.corpus, self.text, self.tokenizer, ROOT / "data" / "cache")
+        data = self.corpus.prepare(self.tokenizer, ROOT / "data" / "cache")
         data.check(block_size)
         sample_prompt(self.train.sample_prompt, self.tokenizer, data)  # an unknown character is refused now
         return data
+
+
+def fit(settings: dict[str, Any], corpus: Corpus) -> Tokenizer:
+    """The tokenizer that the configuration asks for, with an end token where there are documents to separate."""
+
+    def make(texts: Iterable[str]) -> Tokenizer:
+        return construct(settings, "tokenizer", Tokenizer, method="fit", texts=texts, end=corpus.documents)
+
+    return corpus.fit(make, settings["tokenizer"], ROOT / "data" / "cache")
 
 
 def train(command: Command) -> Trainer:
@@ -148,7 +152,7 @@ def _train(command: Command, world: World) -> Trainer:
         parallel = construct(settings, "parallel", Parallel)
         parts = Parts.of(settings, begins, world)
         torch.manual_seed(parts.options.seed)
-        model = build_model(settings, parts.tokenizer.vocab_size)
+        model = build_model(settings, parts.tokenizer.vocab_size, parts.tokenizer.end_token)
         return parallel, parts, model, parts.tokens(model.config.block_size)
 
     parallel, parts, model, data = world.together(build)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minilm.attention.cache import KVCache, Store
-from minilm.attention.frame import Frame
+from minilm.attention.frame import Frame, in_documents
 from minilm.attention.layer import Attention, MultiHeadAttention, check_dropout, check_heads
 from minilm.attention.masks import Mask
 from minilm.attention.positions import Position, Rotary
@@ -114,7 +114,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens in, logits out.
 
-    config: the shape. position: the model's one position scheme. attention: makes one layer's attention.
+    config: the shape. position: the model's one position scheme. attention: makes one layer's attention. end_token:
+    stands between documents, of which none then sees another; None if they may. It begins the document after it, at
+    position 0: as a target it ends a document, as an input it tells of none.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class GPT(nn.Module):
         *,
         position: Position | None = None,
         attention: Callable[[], Attention] | None = None,
+        end_token: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -135,6 +138,9 @@ class GPT(nn.Module):
         self.position = position or Rotary(head_dim=config.head_dim)
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attention()) for _ in range(config.n_layer))
+        self.end_token = end_token
+        if end_token is not None:
+            self._check_documents()
         self.norm = config.new_norm()
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie()
@@ -185,6 +191,9 @@ class GPT(nn.Module):
         """
         if cache is not None:
             frame = cache.advance(tokens, self.position, pos)
+        elif self.end_token is not None:
+            place, doc = in_documents(tokens, self.end_token, pos)
+            frame = Frame(place, position=self.position, q_doc=doc)
         elif pos is not None:
             frame = Frame(pos, position=self.position)
         else:
@@ -201,7 +210,8 @@ class GPT(nn.Module):
         keep: int | None = None,
     ) -> Tensor:
         """The forward pass itself, of tokens (B, past + T) of which the last T stand as `frame` says."""
-        x = self.dropout(self.position.embed(self.embedding(tokens), frame.q_pos))
+        within = frame.q_pos if frame.q_doc is not None else None
+        x = self.dropout(self.position.embed(self.embedding(tokens, within), frame.q_pos))
         for block, store in zip(self.blocks, stores or [None] * len(self.blocks), strict=True):
             x = block(x, frame, store)
         return self.head(self.norm(x if keep is None else x[:, -keep:]))
@@ -214,6 +224,18 @@ class GPT(nn.Module):
         if pos is not None:
             tokens = tokens.masked_fill(pos < 0, -1)
         return F.pad(tokens, (past, 0), value=-1) if cache is None else cache.recall(tokens, past)
+
+    def _check_documents(self) -> None:
+        if self.mask.lookahead:
+            raise ConfigError(
+                "data.document_mask=true: this mask reads ahead, which does not end with a document; choose "
+                "mask=causal or mask=sliding"
+            )
+        if not all(isinstance(layer, MultiHeadAttention) for layer in self._layers):
+            raise ConfigError(
+                "data.document_mask=true: attention=linear carries one state through all documents; choose "
+                "attention=mha"
+            )
 
     def hide_leaks(self, targets: Tensor) -> Tensor:
         """Targets (B, T) with −1 where the mask lets a position read its own target.
@@ -231,7 +253,13 @@ class GPT(nn.Module):
         """
         size = None if self.rolls else min(capacity or self.config.block_size, self.config.block_size)
         stores = [layer.new_store(batch, size) for layer in self._layers]
-        return KVCache(stores, capacity=size, reach=self.reach, lookahead=self.mask.lookahead)
+        return KVCache(
+            stores,
+            capacity=size,
+            reach=self.reach,
+            lookahead=self.mask.lookahead,
+            end_token=self.end_token,
+        )
 
     @property
     def rolls(self) -> bool:

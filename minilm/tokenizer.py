@@ -4,6 +4,9 @@ A tokenizer is fitted to a text once and then travels with the checkpoint as pla
 
     tokenizer = BPE.fit(text, vocab_size=1024)
     same = from_dict(tokenizer.to_dict())
+
+Texts may come one by one, and are never all in memory. A corpus of many documents separates them by an end token:
+bpe and the published encodings have <|endoftext|>, char and byte get one (`end`) as their last id.
 """
 
 import base64
@@ -12,15 +15,18 @@ import importlib
 import json
 import os
 import re
+import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from minilm.errors import ConfigError
+
+T = TypeVar("T")
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -35,6 +41,7 @@ PUBLISHED = {
     "o200k_base": ["encodings/o200k_base.tiktoken"],
 }
 
+ENOUGH = 1 << 26  # characters that byte pairs are learned from; of a longer corpus its beginning
 MAX_VOCAB_SIZE = 1 << 22  # a damaged file must not fill the memory with unused ids
 
 
@@ -70,8 +77,8 @@ class Tokenizer(ABC):
 
     @classmethod
     @abstractmethod
-    def fit(cls, text: str, *args: Any, **options: Any) -> Self:
-        """The tokenizer for a text: the whole text, validation too, or some of it may have no id."""
+    def fit(cls, texts: str | Iterable[str], *args: Any, **options: Any) -> Self:
+        """The tokenizer for a text, or for many: all of it, validation too, or some of it may have no id."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -101,53 +108,56 @@ class Tokenizer(ABC):
 
 
 class Char(Tokenizer):
-    """One token a character, sorted by code point."""
+    """One token a character, sorted by code point. end: an end token besides, the last id."""
 
-    def __init__(self, chars: str):
+    def __init__(self, chars: str, end: bool = False):
         distinct = len(set(chars))
         if not chars or distinct < len(chars):
             raise ConfigError(
                 f"tokenizer=char: {len(chars)} characters, {distinct} distinct; must be some, each once"
             )
-        super().__init__([_utf8(c) for c in chars])
-        self.chars = chars
+        super().__init__([*map(_utf8, chars), *([END_OF_TEXT.encode()] if end else [])])
+        self.chars, self.end_token = chars, len(chars) if end else None
         # code point -> id, -1 for none; the last place stands for all code points above
         self._ids = np.full(max(map(ord, chars)) + 2, -1, dtype=np.int32)
         self._ids[[ord(c) for c in chars]] = np.arange(len(chars))
 
     @classmethod
-    def fit(cls, text: str) -> Self:
-        _utf8(text)
-        return cls("".join(sorted(set(text))))
+    def fit(cls, texts: str | Iterable[str], *, end: bool = False) -> Self:
+        seen = np.zeros(sys.maxunicode + 1, dtype=bool)
+        for text in one_by_one(texts):
+            _utf8(text)
+            seen[code_points(text)] = True
+        return cls("".join(map(chr, np.flatnonzero(seen))), end)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
-        ids = self._ids[np.minimum(points, len(self._ids) - 1)]
+        ids = self._ids[np.minimum(code_points(text), len(self._ids) - 1)]
         if (ids < 0).any():
             unseen = [c for c in dict.fromkeys(text) if c not in self.chars]
             more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
             raise ConfigError(
-                f"tokenizer=char: {', '.join(map(_show, unseen[:5]))}{more} not among the {self.vocab_size} "
+                f"tokenizer=char: {', '.join(map(_show, unseen[:5]))}{more} not among the {len(self.chars)} "
                 "characters that it was made from; leave out, or train with tokenizer=byte or tokenizer=bpe"
             )
         return ids.astype(dtype_for(self.vocab_size))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "char", "chars": self.chars}
+        return {"kind": "char", "chars": self.chars} | ({} if self.end_token is None else {"end": True})
 
 
 class Byte(Tokenizer):
-    """One token a byte of UTF-8: 256 ids, any text, nothing to fit."""
+    """One token a byte of UTF-8: 256 ids, any text, nothing to fit. end: an end token besides, 256."""
 
-    def __init__(self) -> None:
-        super().__init__([bytes([b]) for b in range(256)])
+    def __init__(self, end: bool = False) -> None:
+        super().__init__([*(bytes([b]) for b in range(256)), *([END_OF_TEXT.encode()] if end else [])])
+        self.end_token = 256 if end else None
 
     @classmethod
-    def fit(cls, text: str) -> Self:
-        return cls()
+    def fit(cls, texts: str | Iterable[str], *, end: bool = False) -> Self:
+        return cls(end)
 
     def encode(self, text: str) -> list[int]:
         return list(_utf8(text))
@@ -156,7 +166,7 @@ class Byte(Tokenizer):
         return np.frombuffer(_utf8(text), dtype=np.uint8)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "byte"}
+        return {"kind": "byte"} | ({} if self.end_token is None else {"end": True})
 
 
 class BPE(Tokenizer):
@@ -203,8 +213,9 @@ class BPE(Tokenizer):
             raise ConfigError(f"tokenizer=bpe: {pattern=} loses part of a text; must match every character")
 
     @classmethod
-    def fit(cls, text: str, vocab_size: int = 1024) -> Self:
-        """Train on a text. `vocab_size` counts the 256 bytes, the merges and `<|endoftext|>`, the last id.
+    def fit(cls, texts: str | Iterable[str], vocab_size: int = 1024) -> Self:
+        """Train on a text, or on the first 2²⁶ characters of many. `vocab_size` counts the 256 bytes, the merges and
+        `<|endoftext|>`, the last id.
 
         Only pairs that occur twice are merged, and the same text gives the same tokens. A size that the text
         cannot fill is an error, not a smaller vocabulary: who compares two sizes must get two sizes.
@@ -214,7 +225,6 @@ class BPE(Tokenizer):
                 f"tokenizer.vocab_size={vocab_size!r} must be a whole number from 257 (all bytes and "
                 f"{END_OF_TEXT}) to {MAX_VOCAB_SIZE}"
             )
-        _utf8(text)
         hf = need("tokenizers")
         split = hf.pre_tokenizers.Split(hf.Regex(GPT2_PATTERN), behavior="isolated")
         to_bytes = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -226,13 +236,24 @@ class BPE(Tokenizer):
             initial_alphabet=to_bytes.alphabet(),
             show_progress=False,
         )
-        # No piece crosses from a letter or sign to a new line, so that the cut changes nothing; whole, a text
-        # would take a hundred times its size in memory.
-        trained.train_from_iterator(re.split(r"(?<=\S)(?=\n)", text), trainer)
+        read = 0
+
+        def pieces() -> Iterable[str]:
+            nonlocal read
+            for text in one_by_one(texts):
+                _utf8(text)
+                read += len(text)
+                # No piece crosses from a letter or sign to a new line, so that the cut changes nothing; whole, a
+                # text would take a hundred times its size in memory.
+                yield from re.split(r"(?<=\S)(?=\n)", text)
+                if read >= ENOUGH:
+                    return
+
+        trained.train_from_iterator(pieces(), trainer)
         ids = trained.get_vocab()
         if len(ids) + 1 < vocab_size:
             raise ConfigError(
-                f"tokenizer.vocab_size={vocab_size}: the pairs that this text of {len(text)} characters "
+                f"tokenizer.vocab_size={vocab_size}: the pairs that this text of {read} characters "
                 f"repeats give {len(ids) + 1} tokens; set tokenizer.vocab_size={len(ids) + 1} or less"
             )
         byte = byte_alphabet()
@@ -240,9 +261,20 @@ class BPE(Tokenizer):
         return cls(GPT2_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
 
     def encode(self, text: str) -> list[int]:
+        return self._run(self._encoding.encode_ordinary, text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return self._run(self._as_array, text).astype(dtype_for(self.vocab_size))
+
+    def _as_array(self, text: str) -> np.ndarray:
+        return self._encoding.encode_to_numpy(
+            text, disallowed_special=()
+        )  # no special token is made from text
+
+    def _run(self, encode: Callable[[str], T], text: str) -> T:
         _utf8(text)  # tiktoken would replace in silence
         try:
-            return self._encoding.encode_ordinary(text)
+            return encode(text)
         except BaseException as error:  # a panic in Rust is no Exception
             if type(error).__name__ != "PanicException":
                 raise
@@ -263,8 +295,8 @@ class Tiktoken(BPE):
     """
 
     @classmethod
-    def fit(cls, text: str, name: str = "gpt2") -> Self:  # type: ignore[override]
-        """The encoding gpt2, cl100k_base or o200k_base; the text plays no part."""
+    def fit(cls, texts: str | Iterable[str], name: str = "gpt2") -> Self:  # type: ignore[override]
+        """The encoding gpt2, cl100k_base or o200k_base; the texts play no part."""
         if name not in PUBLISHED:
             raise ConfigError(f"tokenizer.name={name!r} must be one of {', '.join(PUBLISHED)}")
         tiktoken, requests = need("tiktoken"), need("requests")
@@ -325,7 +357,7 @@ class Pretrained(Tokenizer):
         self.prompt_start = whole[: whole.index(plain[0])] if plain and plain[0] in whole else []
 
     @classmethod
-    def fit(cls, text: str) -> Self:
+    def fit(cls, texts: str | Iterable[str]) -> Self:
         raise ConfigError(
             "tokenizer: a pretrained one comes with its model; say init_from=…, or tokenizer=file"
         )
@@ -376,8 +408,12 @@ def from_dict(data: Any) -> Tokenizer:
     match data:
         case {"kind": "char", "chars": str(chars)} if len(data) == 2:
             return Char(chars)
+        case {"kind": "char", "chars": str(chars), "end": True} if len(data) == 3:
+            return Char(chars, end=True)
         case {"kind": "byte"} if len(data) == 1:
             return Byte()
+        case {"kind": "byte", "end": True} if len(data) == 2:
+            return Byte(end=True)
         case {"kind": "bpe", "pattern": str(p), "ranks": list(codes), "specials": dict(ids)} if (
             len(data) == 4
         ):
@@ -394,10 +430,20 @@ def from_dict(data: Any) -> Tokenizer:
         } if len(data) == 4:
             return Pretrained(definition, size, end)
     raise ConfigError(
-        f"tokenizer data: {data!r:.200} must be exactly kind=char with chars (str), kind=byte, "
+        f"tokenizer data: {data!r:.200} must be exactly kind=char with chars (str), kind=byte (end=true on either), "
         "kind=bpe with pattern (str), ranks (list) and specials (dict), or kind=pretrained with definition (str), "
         "vocab_size and end_token"
     )
+
+
+def one_by_one(texts: str | Iterable[str]) -> Iterable[str]:
+    """A text alone, or each of several."""
+    return (texts,) if isinstance(texts, str) else texts
+
+
+def code_points(text: str) -> np.ndarray:
+    """(N,) uint32"""
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
 
 
 def _utf8(text: str) -> bytes:

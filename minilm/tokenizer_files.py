@@ -9,8 +9,9 @@ Ids are the same on both sides, for every text. A special token is never made fr
 import base64
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from minilm.errors import ConfigError
 from minilm.tokenizer import (
@@ -42,8 +43,8 @@ def to_json(tokenizer: Tokenizer) -> str:
         made = hf.Tokenizer(hf.models.WordLevel(vocab, unk_token=""))
         made.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(ANY), behavior="isolated")
         made.decoder = hf.decoders.Fuse()
-        return made.to_str(pretty=True)
-    ranks, specials, split = [bytes([b]) for b in range(256)], {}, []
+        return _with_specials(made, ends(tokenizer))
+    ranks, specials, split = [bytes([b]) for b in range(256)], ends(tokenizer), []
     if isinstance(tokenizer, BPE):
         ranks, specials = tokenizer.ranks, tokenizer.specials
         split = [hf.pre_tokenizers.Split(hf.Regex(atomic(tokenizer.pattern)), behavior="isolated")]
@@ -59,7 +60,16 @@ def to_json(tokenizer: Tokenizer) -> str:
     to_bytes = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = hf.pre_tokenizers.Sequence([*split, to_bytes])
     made.decoder = hf.decoders.ByteLevel()
-    made.add_special_tokens([hf.AddedToken(name, normalized=False) for name in specials])
+    return _with_specials(made, specials)
+
+
+def ends(tokenizer: Tokenizer) -> dict[str, int]:
+    """The end token's name and id, where there is one."""
+    return {} if tokenizer.end_token is None else {END_OF_TEXT: tokenizer.end_token}
+
+
+def _with_specials(made: Any, names: Iterable[str]) -> str:
+    made.add_special_tokens([need("tokenizers").AddedToken(name, normalized=False) for name in names])
     return made.to_str(pretty=True)
 
 
@@ -107,15 +117,19 @@ def _recognise(text: str) -> Tokenizer | None:
         data = json.loads(text)
         model, vocab = data["model"], data["model"]["vocab"]
         pieces = sorted(vocab, key=vocab.__getitem__)
+        specials = {token["content"]: token["id"] for token in data["added_tokens"]}
         own: Tokenizer
         if model["type"] == "WordLevel":
-            own = Char("".join(pieces))
+            own = Char("".join(pieces), bool(specials))
         else:
-            specials = {token["content"]: token["id"] for token in data["added_tokens"]}
             byte = byte_alphabet()
             ranks = [bytes(byte[c] for c in piece) for piece in pieces if piece not in specials]
             parts = data["pre_tokenizer"]["pretokenizers"]
-            own = BPE(parts[0]["pattern"]["Regex"], ranks, specials) if len(parts) == 2 else Byte()
+            own = (
+                BPE(parts[0]["pattern"]["Regex"], ranks, specials)
+                if len(parts) == 2
+                else Byte(bool(specials))
+            )
         return own if json.loads(to_json(own)) == data else None
     except (ValueError, LookupError, TypeError, AttributeError, ConfigError):
         return None
@@ -167,8 +181,8 @@ class TokenizerFile(Tokenizer):
     """One that is there: a tokenizer.json (a checkpoint's, too), its folder, or one of tiktoken's two files."""
 
     @classmethod
-    def fit(cls, text: str, path: str) -> Self:
-        """The tokenizer at `path`; the text plays no part. Raises ConfigError naming the path."""
+    def fit(cls, texts: str | Iterable[str], path: str) -> Self:
+        """The tokenizer at `path`; the texts play no part. Raises ConfigError naming the path."""
         place = Path(path).expanduser()
         try:
             if (place / RANKS).is_file():

@@ -118,10 +118,11 @@ class Trainer:
         self.run_id = writer.run_id  # what a tracker will know the run by when it goes on
         self.device = next(model.parameters()).device
         self.block_size = model.config.block_size
-        self.windows = Windows(data.train, self.block_size, seed)
+        self.windows = Windows(data.train, self.block_size, seed, data.mixed)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         self.step = 0
+        self.seen = 0  # windows trained on: where the data goes on, whatever the batch size was
         self.seconds = 0.0  # the training clock: updates alone
         self.best = float("inf")
         self.val_loss: float | None = None
@@ -135,6 +136,8 @@ class Trainer:
         state = saved.state
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.seconds = state["step"], state["train_seconds"]
+        then = saved.config.get("train", {}).get("batch_size", self.config.batch_size)
+        self.seen = state.get("seen", self.step * then)
         self.best, self.val_loss = state["best"], state["val_loss"]
         self.resumed, self.saved_at = saved, saved.step
         self.run_id = self.writer.run_id or state["wandb_run_id"]
@@ -159,6 +162,7 @@ class Trainer:
                 started = time.perf_counter()
                 loss, measured = self._update()
                 self.step += 1
+                self.seen += self.config.batch_size
                 elapsed = time.perf_counter() - started
                 self.seconds += elapsed
                 speed = self.config.batch_size * self.block_size / elapsed
@@ -174,7 +178,7 @@ class Trainer:
         c = self.config
         seed_step(self.seed, self.step, self.world.rank)
         rows = c.batch_size // self.world.size  # of the batch; each process reads its own
-        first = self.step * c.batch_size + self.world.rank * rows
+        first = self.seen + self.world.rank * rows
         batch = torch.from_numpy(self.windows.batch(first, rows))
         inputs, targets = batch[:, :-1], self.model.hide_leaks(batch[:, 1:])
         mean = gradients(
@@ -207,12 +211,12 @@ class Trainer:
         if self.step == 1 or self.step % c.log_interval == 0 or last:
             record |= {"train/loss": loss, **measured}
         if c.health_interval and self.step % c.health_interval == 0:
-            windows = torch.from_numpy(self.windows.batch(self.step * c.batch_size, HEALTH_WINDOWS))
+            windows = torch.from_numpy(self.windows.batch(self.seen, HEALTH_WINDOWS))
             record |= health(self.model, windows[:, :-1])
         if evaluating and len(self.data.val) > 1:
             record |= self._evaluate()
         if record:
-            tokens = self.step * c.batch_size * self.block_size
+            tokens = self.seen * self.block_size
             record = {"step": self.step, "tokens": tokens, "train_seconds": round(self.seconds, 3), **record}
             self.metrics.write(record)
             self.writer.log(record, self.step)
@@ -293,6 +297,7 @@ class Trainer:
             weights=weights,
             state={
                 "step": self.step,
+                "seen": self.seen,
                 "optimizers": optimizers,
                 "scaler": self.scaler.state_dict(),
                 "train_seconds": self.seconds,
@@ -409,7 +414,11 @@ def nats_and_bits(loss: float, data: TokenData) -> str:
 
 
 def sample_prompt(prompt: str | None, tokenizer: Tokenizer, data: TokenData) -> list[int]:
-    """Ids that samples start from: the prompt, else a paragraph's beginning, else the training text's first token."""
+    """Ids that samples start from: the prompt, else the beginning of a document, or of a paragraph where there are
+    none, else the training text's first token.
+    """
+    if not prompt and data.end is not None and not tokenizer.prompt_start:
+        return [data.end]
     try:
         return encode_prompt(tokenizer, prompt or "\n\n")
     except ConfigError as error:

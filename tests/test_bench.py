@@ -220,6 +220,21 @@ def test_the_resident_peak_grows_with_what_a_process_touches():
 
 
 @pytest.mark.slow
+def test_prepare_bench(tmp_path):
+    words = [
+        "bench=prepare",
+        "bench.megabytes=1",
+        "bench.repeats=1",
+        "bench.mapped=100",
+        "tokenizer.vocab_size=500",
+    ]
+    found = bench(tmp_path, *words)
+    one, pipeline = found["tokens_per_second"].values()
+    assert found["ratio"] == pytest.approx(pipeline / one / found["cores"])
+    assert [claim["holds"] for claim in found["claims"]] == [found["ratio"] >= 0.8, True]
+    assert found["preparing"]["peak"] > 0
+
+
 def test_start_bench(tmp_path):
     found = bench(tmp_path, "bench=start", "bench.repeats=1")
     assert len(found["seconds"]) == 4
@@ -231,6 +246,8 @@ def test_start_bench(tmp_path):
     [
         (["bench=step", "bench.ways=[fp32,fp8]"], "fp8: expected fp32 or bf16"),
         (["bench=step", "bench.ways=[fp32]"], "two or more"),
+        (["bench=prepare", "tokenizer=byte"], "this bench is about byte pairs"),
+        (["bench=prepare", "bench.megabytes=0"], "positive whole numbers"),
         (["bench=step", "bench.ways=[bf16 compiled,fp32]"], "the first not compiled"),
         (["bench=attention", "bench.lengths=[100,300]"], "twice the one before"),
         (["bench=attention", "bench.backends=[flash]"], "no flash; expected some of reference"),

@@ -13,7 +13,7 @@ from minilm import checkpoint
 from minilm.attention.layer import Attention
 from minilm.attention.masks import Mask, SlidingWindow
 from minilm.attention.positions import Position
-from minilm.build import build_model, check, construct, load_weights, restore
+from minilm.build import build_corpus, build_model, check, construct, load_weights, restore
 from minilm.data import Corpus
 from minilm.errors import ConfigError
 from minilm.model import GPT
@@ -73,7 +73,7 @@ def test_every_shape_is_one_that_divides(name):
 
 
 @pytest.mark.parametrize(
-    ("section", "kind"), [("optim", Optim), ("schedule", Schedule), ("data", Corpus), ("position", Position)]
+    ("section", "kind"), [("optim", Optim), ("schedule", Schedule), ("position", Position)]
 )
 def test_every_other_choice_builds(section, kind):
     given = {"n_embd": 16, "n_head": 2, "head_dim": 8, "block_size": 8}
@@ -86,17 +86,25 @@ def test_every_other_choice_builds(section, kind):
             assert built(0, 1000) > 0
 
 
+@pytest.mark.parametrize("name", choices("data"))
+def test_every_corpus_builds_and_nothing_is_read(name):
+    options = choice("data", name)
+    if name == "mix":
+        options["sources"] = [{"data": "tales"}, {"data": "folder", "path": "nowhere"}]
+    assert isinstance(build_corpus({"data": options}), Corpus)
+
+
 @pytest.mark.parametrize("name", choices("tokenizer"))
 def test_every_tokenizer_takes_its_keys(name, monkeypatch, tmp_path):
-    def fit(cls, text: str, name: str):
-        return Char.fit(text + name)
+    def fit(cls, texts: str, name: str):
+        return Char.fit(texts + name)
 
     monkeypatch.setattr("minilm.tokenizer.Tiktoken.fit", classmethod(fit))  # would need a network
     options = choice("tokenizer", name)
     if "path" in options:
         options["path"] = str(tmp_path / "tokenizer.json")
         Path(options["path"]).write_text(to_json(Char.fit(TEXT)), encoding="utf-8")
-    tokenizer = construct({"tokenizer": options}, "tokenizer", Tokenizer, method="fit", text=TEXT * 4)
+    tokenizer = construct({"tokenizer": options}, "tokenizer", Tokenizer, method="fit", texts=TEXT * 4)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 

@@ -9,11 +9,22 @@ import urllib.error
 import numpy as np
 import pytest
 from conftest import TEXT
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilm import data
-from minilm.data import Download, PyDoc, Tales, TextFile, TokenData, Windows, permute, prepare, read_text
+from minilm.data import (
+    Download,
+    PyDoc,
+    Tales,
+    TextFile,
+    TokenData,
+    Windows,
+    permute,
+    prepare,
+    read_text,
+    shares,
+)
 from minilm.errors import ConfigError
 from minilm.tokenizer import BPE, Byte, Char
 
@@ -323,6 +334,7 @@ def test_n_tokens_hold_n_minus_block_size_windows_and_the_last_token_is_a_target
     assert rows[:, -1].max() == length - 1
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 300),
     st.integers(0, 2**63 - 1),
@@ -341,6 +353,15 @@ def test_the_order_depends_on_the_seed_and_the_place_alone(count, seed, first, s
 @given(st.integers(1, 2000), st.tuples(st.integers(0, 2**64), st.integers(0, 2**40)))
 def test_a_permutation_is_one(n, key):
     assert (np.sort(permute(np.arange(n), n, key)) == np.arange(n)).all()
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9), st.integers(9, 5000))
+def test_shares_are_the_nearest_whole_numbers_that_sum_up(weights, total):
+    found = shares(weights, total)
+    assert found.sum() == total
+    assert (found >= 1).all()
+    exact = np.array(weights) / sum(weights) * total
+    assert (np.abs(found - exact)[exact >= len(weights)] < len(weights)).all()
 
 
 def test_a_permutation_is_no_nearly_sorted_one():

@@ -125,3 +125,11 @@ def test_behind_a_cache_and_in_rows_of_different_lengths_histories_are_the_same(
     found = torch.cat(seen, dim=1)
     for row, vectors in zip(rows, found, strict=True):
         torch.testing.assert_close(vectors[width - len(row) :], embedded(model.embedding, row))
+
+
+def test_a_history_ends_where_the_document_began():
+    embedding = ngrams(rows=1000)
+    pos = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]])
+    tokens = torch.tensor([[-1] * embedding.past + TEXT])
+    apart = torch.cat([embedded(embedding, TEXT[a:b]) for a, b in ((0, 4), (4, 7), (7, 10))])
+    torch.testing.assert_close(embedding(tokens, pos)[0], apart)

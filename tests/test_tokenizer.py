@@ -437,3 +437,43 @@ def test_an_unknown_encoding_is_refused_with_the_choices(name):
         ConfigError, match=f"^tokenizer.name={name!r} must be one of gpt2, cl100k_base, o200k_base"
     ):
         Tiktoken.fit(TEXT, name=name)
+
+
+# ---- an end token ----
+
+
+@pytest.mark.parametrize("kind", [Char, Byte])
+def test_char_and_byte_have_an_end_token_where_documents_are_to_be_separated(kind):
+    plain, ended = kind.fit(TEXT), kind.fit(TEXT, end=True)
+    assert plain.end_token is None
+    assert ended.end_token == ended.vocab_size - 1 == plain.vocab_size
+    assert ended.encode(TEXT) == plain.encode(TEXT)  # no text makes one
+    assert ended.decode([*ended.encode("The fox"), ended.end_token]) == "The fox<|endoftext|>"
+    same = restored(ended)
+    assert (same.end_token, same.vocab_size) == (ended.end_token, ended.vocab_size)
+    assert same.fingerprint() == ended.fingerprint() != plain.fingerprint()
+    with pytest.raises(ConfigError, match="tokenizer data"):
+        from_dict(ended.to_dict() | {"end": False})
+
+
+def test_texts_one_by_one_are_as_good_as_joined():
+    lines = TEXT.splitlines(keepends=True)
+    assert Char.fit(iter(lines)).chars == Char.fit(TEXT).chars
+    with pytest.raises(ConfigError, match="no character"):
+        Char.fit(iter(["fox", "\udcff"]))
+
+
+def test_byte_pairs_are_learned_from_the_beginning_of_a_long_corpus(monkeypatch):
+    monkeypatch.setattr("minilm.tokenizer.ENOUGH", len(TEXT))
+    texts = iter([TEXT, "zq" * 500, pytest.fail])
+    assert BPE.fit(texts, vocab_size=300).ranks == BPE.fit(TEXT, vocab_size=300).ranks
+    assert next(texts) == "zq" * 500  # the rest is not even read
+
+
+def test_a_text_as_an_array_has_the_ids_of_the_list(tokenizer):
+    for text in ("", TEXT, "<|endoftext|>"):
+        if tokenizer.to_dict()["kind"] == "char" and "<" in text:
+            continue
+        found = tokenizer.encode_array(text)
+        assert found.tolist() == tokenizer.encode(text)
+        assert found.dtype == dtype_for(tokenizer.vocab_size)

@@ -46,9 +46,15 @@ def published(name, monkeypatch):
     return BPE(pattern, TRAINED.ranks, {"<|endoftext|>": 510, "<|fim|>": 505})
 
 
-@pytest.fixture(params=["char", "byte", "bpe", "cl100k_base", "o200k_base"])
+@pytest.fixture(params=["char", "char, end", "byte", "byte, end", "bpe", "cl100k_base", "o200k_base"])
 def tokenizer(request, monkeypatch):
-    simple = {"char": lambda: Char.fit("".join(PROBES)), "byte": Byte, "bpe": lambda: TRAINED}
+    simple = {
+        "char": lambda: Char.fit("".join(PROBES)),
+        "char, end": lambda: Char.fit("".join(PROBES), end=True),
+        "byte": Byte,
+        "byte, end": lambda: Byte(end=True),
+        "bpe": lambda: TRAINED,
+    }
     return simple[request.param]() if request.param in simple else published(request.param, monkeypatch)
 
 

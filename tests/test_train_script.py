@@ -182,6 +182,36 @@ def test_without_a_compiler_the_run_goes_on_and_is_the_same(tiny_run, tiny, tmp_
     assert_same_end(tmp_path / "run", tiny_run[0])
 
 
+# ---- corpora of documents ----
+
+
+def test_a_mixture_of_documents_is_trained_on_resumed_read_and_finetuned(forked, tiny, tmp_path, text_file):
+    """All of it with attention within documents; the resumed run is the unbroken one, bit for bit."""
+    text = text_file.read_text(encoding="utf-8")
+    (tmp_path / "texts").mkdir()
+    rows = [json.dumps({"text": text[i : i + 150]}) + "\n" for i in range(0, len(text), 150)]
+    (tmp_path / "texts" / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
+    (tmp_path / "texts" / "whole.txt").write_text(text, encoding="utf-8")
+    plain = f"{{data: file, path: '{text_file}'}}"
+    sources = f"[{{data: folder, path: texts, val_fraction: 0.3}}, {plain}]"
+    words = [word for word in tiny if not word.startswith("data")]
+    words += ["data=mix", f"data.sources={sources}", "data.weights=[1,2]", "data.document_mask=true"]
+    assert forked("train", *words, "out_dir=whole", cwd=tmp_path).status == 0
+    stopped = forked("train", *words, "out_dir=run", cwd=tmp_path, at="_update 9", send=(signal.SIGTERM,))
+    assert stopped.status == 143
+    assert "documents are" not in stopped.err  # nothing is prepared twice
+    resumed = forked("train", "resume=run", cwd=tmp_path)
+    assert resumed.status == 0, resumed.err
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+    for name, *more in (
+        ("evaluate", "checkpoint=run", f"data.path={text_file}"),
+        ("generate", "checkpoint=run", "max_new_tokens=40"),
+        ("train", "init_from=run", "data=folder", "data.path=texts", "train.max_steps=1", "out_dir=more"),
+    ):
+        done = forked(name, *more, "threads=1", "device=cpu", cwd=tmp_path)
+        assert done.status == 0, done.err
+
+
 # ---- sweeps ----
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -286,6 +287,9 @@ def test_samples_begin_as_other_texts_of_the_model_do_and_do_not_show_it(tmp_pat
         assert sample_prompt(prompt, begun, DATA) == encode_prompt(begun, prompt or "\n\n")
         assert sample_prompt(prompt, begun, DATA)[0] == start
     assert sample_prompt(None, Begun("abc"), TokenData(np.array([2]), np.array([]), 0, None)) == [3, 2]
+    documents = replace(DATA, end=7)
+    assert sample_prompt(None, TOKENIZER, documents) == [7]
+    assert sample_prompt("The", TOKENIZER, documents) == TOKENIZER.encode("The")
     trainer = make(tmp_path, tokenizer=begun, sample_prompt="The ", max_steps=1)
     trainer.fit()
     assert (tmp_path / "samples.txt").read_text().startswith("--- step 1\nThe ")
@@ -380,6 +384,29 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path, optim, at):
     states = [checkpoint.load(tmp_path / name).state for name in ("broken", "whole")]
     assert same(states[0]["optimizers"], states[1]["optimizers"])
     assert states[0]["best"] == states[1]["best"]
+
+
+def test_a_resumed_run_sees_the_windows_that_follow_whatever_its_batch_size(tmp_path):
+    sizes, seen = [(4, 3), (10, 6), (1, 8)], []
+    for batch_size, until in sizes:
+        options = {"batch_size": batch_size, "max_steps": until, "health_interval": None}
+        trainer = (resume if seen else make)(tmp_path, **options)
+        batch = trainer.windows.batch
+        trainer.windows.batch = lambda first, n, batch=batch: (
+            seen.extend(range(first, first + n)) or batch(first, n)
+        )
+        trainer.fit()
+    assert seen == list(range(3 * 4 + 3 * 10 + 2 * 1))
+    assert [record["tokens"] for record in records(tmp_path)][-1] == len(seen) * T
+
+
+def test_a_checkpoint_from_before_windows_were_counted_goes_on_where_it_was(tmp_path):
+    make(tmp_path, max_steps=3).fit()
+    saved = checkpoint.load(tmp_path)
+    del saved.state["seen"]
+    trainer = make(tmp_path, max_steps=6, batch_size=2)
+    trainer.restore(replace(saved, config={"train": {"batch_size": 4}}))
+    assert trainer.seen == 12
 
 
 def test_what_was_best_before_a_resume_stays_best_after(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minilm.attention.frame import Frame
+from minilm.attention.frame import Frame, in_documents
 from minilm.attention.positions import NoPosition, Position, at_least_float32
 from minilm.errors import ConfigError
 
@@ -171,22 +171,33 @@ class KVCache:
     """One store a layer, and the positions of the tokens in them.
 
     stores: a store for each layer. capacity: tokens it holds; None where the stores forget, and so never fill.
-    reach, lookahead: how far the layers read back and ahead (`Attention.reach`, `Mask.lookahead`). Without a model:
+    reach, lookahead: how far the layers read back and ahead (`Attention.reach`, `Mask.lookahead`). end_token: begins
+    a document of its own (`frame.in_documents`), None for none. Without a model:
 
         cache = KVCache([layer.new_store(batch, 64)], capacity=64, reach=layer.reach)
         y = layer(x, frame=cache.advance(x), cache=cache.stores[0])
     """
 
     def __init__(
-        self, stores: Sequence[Store], *, capacity: int | None, reach: int | None, lookahead: float = 0
+        self,
+        stores: Sequence[Store],
+        *,
+        capacity: int | None,
+        reach: int | None,
+        lookahead: float = 0,
+        end_token: int | None = None,
     ) -> None:
         self.stores = stores
         self.capacity = capacity
         self.reach = reach
         self.lookahead = lookahead
+        self.end_token = end_token
         self.length = 0  # slots filled so far, empty ones included
         self._next: Tensor | int = 0  # the position of each row's next token
-        self._kept: Growing | Rolling | None = None  # positions of the kept slots
+        # where each row's last token stands, and in which document
+        self._last: tuple[Tensor, Tensor] | None = None
+        # positions of the kept slots, and documents if there are any
+        self._kept: Growing | Rolling | None = None
         self._latest: Tensor | None = None  # the tokens that `recall` will be asked for
 
     @property
@@ -197,7 +208,8 @@ class KVCache:
     def advance(self, tokens: Tensor, position: Position = _NOWHERE, pos: Tensor | None = None) -> Frame:
         """The frame in which the next `tokens` (B, n, …) read the past and one another.
 
-        pos: (B, n) positions where rows differ in length, −1 for an empty slot before a row's first token.
+        pos: (B, n) positions where rows differ in length, −1 for an empty slot before a row's first token. Documents
+        are known by the tokens, so then they are ids, and of `pos` only the empty slots count.
         """
         n = tokens.shape[1]
         if self.capacity is not None and self.length + n > self.capacity:
@@ -205,30 +217,40 @@ class KVCache:
         first = self.length == 0
         if first:
             self._check_lookahead(n if pos is None else int(pos.max(dim=1).values.min()) + 1)
+        doc = None
+        if self.end_token is not None:
+            pos, doc = in_documents(tokens, self.end_token, pos, self._last)
+            self._last = pos[:, -1], doc[:, -1]
         alike = pos is None and isinstance(self._next, int)
+        k_doc = None
         if alike and not self._forgets:  # slot i holds position i
             k_pos = torch.arange(self.length + n, device=tokens.device)
             q_pos = k_pos[self.length :]
         else:
-            q_pos, k_pos = self._place(torch.arange(n, device=tokens.device), pos)
+            q_pos, k_pos, k_doc = self._place(torch.arange(n, device=tokens.device), pos, doc)
         self.length += n
         if alike:
             self._next = self.length
         aligned = first and alike
-        return Frame(q_pos, None if aligned else k_pos, position, aligned=aligned, newest=n == 1)
+        keys = None if aligned else k_pos
+        return Frame(q_pos, keys, position, q_doc=doc, k_doc=k_doc, aligned=aligned, newest=n == 1)
 
-    def _place(self, steps: Tensor, pos: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Positions of the new tokens, and of all that is kept, where rows differ or forget."""
+    def _place(
+        self, steps: Tensor, pos: Tensor | None, doc: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Positions of the new tokens, and positions and documents of all that is kept, where rows differ or forget."""
         if pos is None:
             pos = steps + (self._next if isinstance(self._next, int) else self._next.unsqueeze(1))
         elif self.length and isinstance(self._next, int):
             raise ConfigError("pos: rows that differ in length say so from a cache's first piece on")
+        places = torch.stack((pos,) if doc is None else (pos, doc), dim=-1)
         if self._kept is None:
-            self._kept = series(pos.new_empty(*pos.shape[:-1], 0, 1), self.capacity, self.reach)
+            self._kept = series(places[..., :0, :], self.capacity, self.reach)
         if pos.dim() == 2:
             before = self._next if isinstance(self._next, Tensor) else pos.new_zeros(len(pos))
             self._next = torch.maximum(before, pos.max(dim=1).values + 1)
-        return pos, self._kept.append(pos.unsqueeze(-1)).squeeze(-1)
+        k_pos, *k_doc = self._kept.append(places).unbind(-1)
+        return pos, k_pos, k_doc[0] if k_doc else None
 
     @property
     def _forgets(self) -> bool:

@@ -122,7 +122,7 @@ def attention_maps(
     with observe(model) as readings:
         model(tokens.to(next(model.parameters()).device), cache, pos=pos)
     maps = torch.stack([reading.weights for reading in readings])
-    order = readings[0].frame.k_pos.argsort(dim=-1, stable=True)  # a rolling cache is a ring
+    order = readings[0].frame.order  # a rolling cache is a ring
     return maps.take_along_dim(order.view(1, -1, 1, 1, order.shape[-1]), dim=-1)
 
 

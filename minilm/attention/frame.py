@@ -22,6 +22,7 @@ class Frame:
 
     q_pos, k_pos: int64, (n,) and (m,) where every row of the batch stands alike, else (B, n) and (B, m) in
     which −1 marks an empty slot. Without k_pos the keys are the queries' own tokens.
+    q_doc, k_doc: (B, n) and (B, m) numbers of documents, where a token reads no document but its own; else None.
     What is known of them spares the fused kernel a table of who reads whom. aligned: queries and keys are the same
     tokens, at consecutive positions. newest: every key stands at or before every query (decoding one token).
     """
@@ -32,11 +33,13 @@ class Frame:
         k_pos: Tensor | None = None,
         position: Position = _NOWHERE,
         *,
+        q_doc: Tensor | None = None,
+        k_doc: Tensor | None = None,
         aligned: bool = False,
         newest: bool = False,
     ) -> None:
-        self.q_pos = q_pos
-        self.k_pos = q_pos if k_pos is None else k_pos
+        self.q_pos, self.q_doc = q_pos, q_doc
+        self.k_pos, self.k_doc = (q_pos, q_doc) if k_pos is None else (k_pos, k_doc)
         self.position = position
         self.aligned = aligned
         self.newest = newest
@@ -64,15 +67,25 @@ class Frame:
 
     @property
     def uniform(self) -> bool:
-        """Whether every row of the batch stands alike, without empty slots."""
+        """Whether every row of the batch stands alike, without empty slots, in one document."""
         return self.q_pos.dim() == self.k_pos.dim() == 1
 
+    @property
+    def order(self) -> Tensor:
+        """The slots of the keys in the order in which they were read, (m,) or (B, m)."""
+        if self.k_doc is None:
+            return self.k_pos.argsort(dim=-1, stable=True)
+        return (self.k_doc * (self.k_pos.max() + 2) + self.k_pos).argsort(dim=-1, stable=True)
+
     def allowed(self, mask: Mask) -> Tensor:
-        """Who may read whom, bool (n, m) or (B, 1, n, m). Empty slots are read by nobody."""
+        """Who may read whom, bool (n, m) or (B, 1, n, m). Empty slots and other documents are read by nobody."""
         q, k = self._pairs()
         allowed = mask.allows(q, k)
         if not self.uniform:
-            allowed = (allowed & (k >= 0) & (q >= 0)).unsqueeze(1)
+            allowed = allowed & (k >= 0) & (q >= 0)
+            if self.q_doc is not None and self.k_doc is not None:
+                allowed = allowed & (self.q_doc.unsqueeze(-1) == self.k_doc.unsqueeze(-2))
+            allowed = allowed.unsqueeze(1)
         return allowed.expand(*allowed.shape[:-2], q.shape[-2], k.shape[-1])
 
     def bias(self, n_head: int, dtype: torch.dtype) -> Tensor | None:
@@ -85,3 +98,22 @@ class Frame:
 
     def _pairs(self) -> tuple[Tensor, Tensor]:
         return self.q_pos.unsqueeze(-1), self.k_pos.unsqueeze(-2)  # (…, n, 1), (…, 1, m)
+
+
+def in_documents(
+    tokens: Tensor, end: int, pos: Tensor | None = None, last: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Where tokens (B, n) stand if the token `end`, which ends a document, begins the next: its position there is 0.
+
+    Returns positions, −1 for an empty slot, and numbers of documents, (B, n) each. pos: (B, n), −1 for a slot that is
+    empty, before a row's first token. last: (B,) what this gave for the token before each row's first one here.
+    """
+    slot = torch.arange(tokens.shape[1], device=tokens.device)
+    filled = torch.ones_like(tokens, dtype=torch.bool) if pos is None else pos >= 0
+    none = tokens.new_full((len(tokens),), -1)
+    last_pos, last_doc = last or (none, none + 1)
+    begins = (tokens == end) & filled
+    # the slot at which the document begins that each slot is in; that of a running one lies before slot 0
+    running = (~filled).sum(dim=1) - (last_pos + 1)
+    start = torch.where(begins, slot, running.unsqueeze(1)).cummax(dim=1).values
+    return (slot - start).masked_fill(~filled, -1), last_doc.unsqueeze(1) + begins.cumsum(dim=1)

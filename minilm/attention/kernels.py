@@ -232,13 +232,17 @@ class Flex:
     def _blocks(frame: Frame, mask: Mask, compiling: bool) -> tuple[BlockMask, Callable | None]:
         """Which blocks are read, wholly or in part; and the bias as a function of one score."""
         q_pos, k_pos, allows, bias = frame.q_pos, frame.k_pos, mask.allows, frame.position.bias
+        q_doc, k_doc = frame.q_doc, frame.k_doc
 
         def at(pos: Tensor, b: Tensor, i: Tensor) -> Tensor:
             return pos[i] if pos.dim() == 1 else pos[b, i]
 
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             q, k = at(q_pos, b, i), at(k_pos, b, j)
-            return allows(q, k) if uniform else allows(q, k) & (q >= 0) & (k >= 0)
+            if uniform:
+                return allows(q, k)
+            allowed = allows(q, k) & (q >= 0) & (k >= 0)
+            return allowed if q_doc is None or k_doc is None else allowed & (q_doc[b, i] == k_doc[b, j])
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + bias(h, at(q_pos, b, i), at(k_pos, b, j), score.dtype)

@@ -8,7 +8,7 @@ import torch
 
 from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.linear import LinearAttention
-from minilm.build import build_model, check, construct
+from minilm.build import build_corpus, build_model, check, construct
 from minilm.cost import Cost, Memory
 from minilm.errors import ConfigError
 from minilm.model import GPT
@@ -59,6 +59,7 @@ class Setting:
             backend=options.get("backend", "fused"),
             chunk=layer.chunk if isinstance(layer, LinearAttention) else None,
             device=self.device.type,
+            documents=self.config["data"].get("document_mask", False),
         )
 
     def model(self) -> GPT:
@@ -122,7 +123,7 @@ def resolve_vocab_size(config: dict[str, Any]) -> tuple[int, str]:
     if kind == "Char":
         return CHAR, "a guess: characters are counted in the text; vocab_size=… says better"
     if kind == "Byte":
-        return 256, "all bytes"
+        return (257, "all bytes and an end token") if build_corpus(config).documents else (256, "all bytes")
     if kind == "BPE" and type(options.get("vocab_size")) is int:
         return options["vocab_size"], "tokenizer.vocab_size"
     if options.get("name") in VOCABULARIES:

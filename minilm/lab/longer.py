@@ -25,7 +25,7 @@ def evaluate_longer(run: Path, multiples: tuple[int, ...]) -> None:
     for multiple in multiples:
         size = saved.config["model"]["block_size"] * multiple
         config = saved.config | {"model": saved.config["model"] | {"block_size": size}}
-        model = build_model(config, parts.tokenizer.vocab_size)
+        model = build_model(config, parts.tokenizer.vocab_size, parts.tokenizer.end_token)
         if isinstance(model.position, Learned) and multiple > 1:
             found[str(multiple)] = f"cannot: learned positions end at {size // multiple}"
         elif len(data.val) <= size:

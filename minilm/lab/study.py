@@ -253,11 +253,11 @@ def _variant(name: str, own: list[str], words: list[str], seed: int) -> Variant:
         )
     words = list(last.values())
     with torch.device("meta"):
-        model = build_model(config, parts.tokenizer.vocab_size)
+        model = build_model(config, parts.tokenizer.vocab_size, parts.tokenizer.end_token)
     data = parts.tokens(model.config.block_size)
     if len(data.val) < 2:
         raise ConfigError(
-            f"data.val_fraction={parts.corpus.val_fraction}: a study compares validation losses"
+            f"data.val_fraction={config['data'].get('val_fraction')}: a study compares validation losses"
         )
     setting = Setting.of(config | {"vocab_size": parts.tokenizer.vocab_size})
     run = Run(setting, parts.train, type(parts.optim).__name__)
