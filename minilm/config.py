@@ -153,7 +153,7 @@ def mistakes_in_one_line(name: str, called: str) -> Iterator[None]:
     except JobFailed:
         sys.exit(2)
     except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.environ.get("RANK") != "0":
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.environ.get("RANK", "0") != "0":
             time.sleep(MAIN_SECONDS)
         else:
             print(f"{called}: {' '.join(_explain(name, error).split())}", file=sys.stderr)

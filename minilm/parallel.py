@@ -225,7 +225,7 @@ def joined(device: str, timeout: float) -> Iterator[World]:
     device: as it was asked for. timeout: seconds to wait for the others, for anything.
     """
     _from_submitit()
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield ALONE
         return
     import torch.distributed as dist

@@ -16,7 +16,18 @@ from minilm import config
 from minilm.config import Command, script
 from minilm.errors import ConfigError
 
-GROUPS = ("model", "attention", "mask", "position", "data", "tokenizer", "optim", "schedule", "recipe")
+GROUPS = (
+    "model",
+    "attention",
+    "mask",
+    "position",
+    "data",
+    "tokenizer",
+    "optim",
+    "schedule",
+    "parallel",
+    "recipe",
+)
 
 
 def compose(name, *overrides):

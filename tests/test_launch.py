@@ -252,6 +252,7 @@ MAY = {
     "schedule.final": 0.5,
     "threads": None,
     "device": "auto",
+    "parallel": {"_target_": "minilm.parallel.FSDP", "timeout": 60.0},
     "wandb.project": "other",
 }
 MAY_NOT = {

@@ -331,6 +331,7 @@ def torchrun(*words, cwd, **options):
     return subprocess.Popen([*command, script, *words], cwd=cwd, stderr=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_run(tiny, tmp_path):
     words = [*tiny, "model.dropout=0", "train.max_steps=4"]
     started = torchrun(*words, "out_dir=run", cwd=tmp_path, stdout=subprocess.PIPE)

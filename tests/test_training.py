@@ -366,7 +366,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path, optim, at):
     update = broken._update
 
     def until():
-        broken.stopped_by = signal.SIGTERM if broken.step == at - 1 else None
+        broken.signalled = signal.SIGTERM if broken.step == at - 1 else None
         return update()
 
     broken._update = until
@@ -492,7 +492,7 @@ def test_weights_that_went_astray_in_a_step_that_a_signal_ended_are_not_saved(tm
     update = trainer._update
 
     def interrupted():
-        trainer.stopped_by = signal.SIGINT if trainer.step == 5 else None
+        trainer.signalled = signal.SIGINT if trainer.step == 5 else None
         return update()
 
     trainer._update = interrupted
@@ -516,7 +516,7 @@ def test_a_signal_in_the_last_step_leaves_a_run_that_is_done(tmp_path, capsys):
     update = trainer._update
 
     def interrupted():
-        trainer.stopped_by = signal.SIGTERM if trainer.step == trainer.config.max_steps - 1 else None
+        trainer.signalled = signal.SIGTERM if trainer.step == trainer.config.max_steps - 1 else None
         return update()
 
     trainer._update = interrupted
