@@ -1,5 +1,6 @@
 """The loop: update, evaluate, report, save, resume. It knows nothing of the model's insides."""
 
+import gc
 import shlex
 import signal
 import time
@@ -216,6 +217,7 @@ class Trainer:
             self._save(best=better)
         if evaluating:
             plot_loss(self.run, floor=self.data.floor)
+            gc.collect()  # a figure's parts hold one another, megabytes each time, until such a collection
 
     def _evaluate(self) -> dict[str, float]:
         self.val_loss = loss = evaluate(
