@@ -9,6 +9,7 @@ import json
 import os
 import pydoc_data.topics
 import urllib.request
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -199,17 +200,31 @@ def prepare(corpus: Corpus, text: str, tokenizer: Tokenizer, cache: Path) -> Tok
         "cut": cut,
     }
     folder = cache / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    if not (folder / "facts.json").exists():
+    if not _holds(folder, facts):
+        if (folder / "facts.json").exists():
+            warnings.warn(f"{folder}: the cached tokens are damaged, and made anew", stacklevel=2)
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             write_atomic(folder / f"{name}.bin", tokenizer.encode_array(part).astype(dtype).tobytes())
-        write_atomic(
-            folder / "facts.json", json.dumps(facts, indent=1)
-        )  # last: it says that the rest is whole
+        # last: it says that the rest is whole
+        write_atomic(folder / "facts.json", json.dumps(facts | {"sha256": _sums(folder)}, indent=1))
     train, val = (_map(folder / f"{name}.bin", dtype) for name in parts)
     nats = corpus.floor(cut)
     floor = nats / len(val) if nats is not None and len(val) else None
     return TokenData(train, val, len(parts["val"].encode()), floor, facts["source"])
+
+
+def _holds(cache: Path, facts: dict[str, Any]) -> bool:
+    """Whether a folder holds the tokens of these facts, undamaged."""
+    try:
+        kept = json.loads((cache / "facts.json").read_text(encoding="utf-8"))
+        return kept == facts | {"sha256": _sums(cache)}
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _sums(cache: Path) -> dict[str, str]:
+    return {name: sha256_of(cache / f"{name}.bin") for name in ("train", "val")}
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

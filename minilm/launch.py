@@ -1,9 +1,11 @@
 """From a command to a finished run: the run folder, a resume, everything checked and built, then the loop."""
 
 import contextlib
+import json
 import os
 import random
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,16 +15,23 @@ import yaml
 
 from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
-from minilm.build import build_model, check, construct, load_weights
+from minilm.build import build_model, check, construct, load_weights, outline
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command, differences, overlay
 from minilm.data import ROOT, Corpus, TokenData, prepare
 from minilm.errors import ConfigError
-from minilm.files import write_atomic
+from minilm.files import held, write_atomic
 from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
 from minilm.optim import Optim, load_states
-from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
+from minilm.runtime import (
+    check_seed,
+    compile_model,
+    machine_trouble,
+    resolve_device,
+    resolve_precision,
+    set_threads,
+)
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
 from minilm.tracking import check_packages, start_trackers, start_wandb
@@ -92,7 +101,7 @@ class Parts:
         schedule = construct(settings, "schedule", Schedule)
         schedule.check(train.max_steps)
         optim = construct(settings, "optim", Optim)
-        wandb = check(start_wandb, settings["wandb"], "wandb")
+        wandb = check(start_wandb, settings["wandb"], "wandb", exclude=("config", "run_dir", "run_id"))
         check_packages(wandb["mode"], options.tensorboard)
         device = resolve_device(options.device)
         precision = resolve_precision(options.precision, device)
@@ -122,55 +131,77 @@ def train(command: Command) -> Trainer:
     settings = _merge(saved, command) if saved else started
     settings = settings | {"wandb": _grouped(settings["wandb"], command)}
     parts = Parts.of(settings, saved or source)
-    torch.manual_seed(parts.options.seed)
-    model = build_model(settings, parts.tokenizer.vocab_size).to(parts.device)
-    data = parts.tokens(model.config.block_size)
-    optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
-    if source:
-        load_weights(model, source)
-    if saved:
-        if saved.state["source"] != data.source:
-            raise ConfigError("data: the text is not the one that the run to resume was trained on")
-        load_weights(model, saved)
-        load_states(optimizers, saved.state["optimizers"])
+    if begins := saved or source:
+        outline(begins, parts.tokenizer, settings)  # what does not fit is refused before it takes any memory
+    with machine_trouble(_memory(settings)):
+        torch.manual_seed(parts.options.seed)
+        model = build_model(settings, parts.tokenizer.vocab_size).to(parts.device)
+        data = parts.tokens(model.config.block_size)
+        optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
+        if source:
+            load_weights(model, source)
+        if saved:
+            if saved.state.get("source") != data.source:
+                raise ConfigError("data: the text is not the one that the run to resume was trained on")
+            load_weights(model, saved)
+            load_states(optimizers, saved.state.get("optimizers", []))
 
     run = _folder_of(saved, command) if saved else _new_folder(command)
     settings = settings | {"out_dir": str(run), "resume": None}
-    run_id = saved.state["wandb_run_id"] if saved else None
-    writer = start_trackers(
-        parts.wandb,
-        parts.options.tensorboard,
-        config=settings,
-        run_dir=run,
-        run_id=run_id,
-        step=saved.step if saved else 0,
-    )
-    write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-    _point_latest(run)
-    trainer = Trainer(
-        model,
-        forward=forward,
-        tokenizer=parts.tokenizer,
-        data=data,
-        optimizers=optimizers,
-        schedule=parts.schedule,
-        config=parts.train,
-        run=run,
-        settings=settings,
-        seed=parts.options.seed,
-        precision=parts.precision,
-        writer=writer,
-        picture=picture_of(model, parts.tokenizer, settings),
-    )
-    if saved:
-        trainer.restore(saved)
-    exit_code = 1
-    try:
-        trainer.fit()
-        exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
-    finally:
-        writer.finish(exit_code)
+    with machine_trouble(_memory(settings)), _alone_in(run):
+        writer = start_trackers(
+            parts.wandb,
+            parts.options.tensorboard,
+            config=settings,
+            run_dir=run,
+            run_id=saved.state.get("wandb_run_id") if saved else None,
+            step=saved.step if saved else 0,
+        )
+        trainer = Trainer(
+            model,
+            forward=forward,
+            tokenizer=parts.tokenizer,
+            data=data,
+            optimizers=optimizers,
+            schedule=parts.schedule,
+            config=parts.train,
+            run=run,
+            settings=settings,
+            seed=parts.options.seed,
+            precision=parts.precision,
+            writer=writer,
+            picture=picture_of(model, parts.tokenizer, settings),
+        )
+        if saved:
+            trainer.restore(saved)
+        write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        _point_latest(run)
+        exit_code = 1
+        try:
+            with machine_trouble(_memory(settings), trainer.last_good):
+                trainer.fit()
+            exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
+        finally:
+            writer.finish(exit_code)
     return trainer
+
+
+def _alone_in(run: Path) -> AbstractContextManager[None]:
+    """One process at a time trains in a run's folder: it holds the file of metrics."""
+    return held(
+        run / "metrics.jsonl", f"out_dir={run}: another process is training there; wait, or name another"
+    )
+
+
+def _memory(settings: dict[str, Any]) -> str:
+    """What takes the memory of a run, and what to lower."""
+    train, size = settings["train"], settings["model"]["block_size"]
+    return (
+        f"train.batch_size={train['batch_size']}, train.micro_batch_size={json.dumps(train['micro_batch_size'])}, "
+        f"train.eval_batch_size={train['eval_batch_size']} and the context model.block_size={size}: lower "
+        "train.micro_batch_size first, which changes no result, or train.eval_batch_size, or the context; "
+        "scripts/plan.py tells what a run needs"
+    )
 
 
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
@@ -197,7 +228,7 @@ def _find_resumed(command: Command) -> Checkpoint | None:
                 f"resume={resume}: {folder} has weights, and no {checkpoints.STATE} of a run to go on with; "
                 f"init_from={resume} begins another run with them"
             )
-        return checkpoints.load(folder)
+        return _load(folder)
     if command.default_out_dir:
         raise ConfigError(
             "resume=auto looks for checkpoints in out_dir: name it, out_dir=…, or say resume=RUN_FOLDER"
@@ -206,14 +237,26 @@ def _find_resumed(command: Command) -> Checkpoint | None:
         found = checkpoints.find(command.out_dir)
     except ConfigError:
         return None
-    return checkpoints.load(found)
+    return _load(found)
+
+
+def _load(folder: Path) -> Checkpoint:
+    """A checkpoint to go on from, where no other process is at work: it might take the files away meanwhile."""
+    log = folder.parents[1] / "metrics.jsonl"
+    with _alone_in(log.parent) if log.is_file() else contextlib.nullcontext():
+        return checkpoints.load(folder)
 
 
 def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
     """The saved run's configuration with what was said on this command line, if a resumed run may change it."""
     begun_from = saved.config.get("init_from")
+    for section, now in command.config.items():
+        if isinstance(now, dict) and not isinstance(saved.config.get(section, now), dict):
+            raise ConfigError(
+                f"checkpoint {saved.path}: config.yaml: {section} is no section, as a run saves it"
+            )
     if "recipe" not in command.said:
-        merged = overlay(saved.config, command)
+        merged = overlay(command.config | saved.config, command)  # keys that a run of old knew nothing of
     elif begun_from is None:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
@@ -221,7 +264,7 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
     merged = merged | {"init_from": begun_from}
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
-        if then != now and section not in MAY_CHANGE:
+        if then != now and section in saved.config and section not in MAY_CHANGE:
             for key, old, new in differences(section, then, now):
                 raise ConfigError(
                     f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
@@ -234,6 +277,9 @@ def _folder_of(saved: Checkpoint, command: Command) -> Path:
     run = saved.path.parents[1]
     if saved.path.parent.name != "checkpoints":
         raise ConfigError(f"resume={saved.path}: not in the checkpoints folder of a run, which could go on")
+    named = Path(command.out_dir if command.config["resume"] == "auto" else command.config["resume"])
+    if not saved.path.is_relative_to(named.expanduser().resolve()):
+        raise ConfigError(f"{named}: its checkpoints lie elsewhere, in {run}: name that one if it is meant")
     if "out_dir" in command.said and command.out_dir.resolve() != run:
         raise ConfigError(f"out_dir={command.out_dir}: a resumed run goes on in its own folder, {run}")
     return run
@@ -242,7 +288,8 @@ def _folder_of(saved: Checkpoint, command: Command) -> Path:
 def _new_folder(command: Command) -> Path:
     """Makes the run's folder. A named one must not hold a run; the default one gets a name of its own."""
     folder = command.out_dir
-    holds_run = any(os.path.exists(folder / name) for name in ("metrics.jsonl", "checkpoints"))
+    log = folder / "metrics.jsonl"  # an empty one is of a run that came to nothing
+    holds_run = os.path.exists(folder / "checkpoints") or (os.path.exists(log) and os.stat(log).st_size > 0)
     if holds_run and not command.default_out_dir and command.config["resume"] != "auto":
         raise ConfigError(
             f"out_dir={folder} holds a run already: say resume=auto to go on with it, or name another"

@@ -20,6 +20,8 @@ from minilm.embedding import NGramEmbedding, TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.layers import MLPS, NORMS, named, usual_width
 
+MAX_ORDER = 64  # of n-grams: any text before a longer one is as good as a hash of its own
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -68,8 +70,11 @@ class GPTConfig:
             )
         check_heads(self.n_embd, self.n_head, self.n_kv_head or self.n_head)
         check_dropout("model.dropout", self.dropout)
-        if any(order < 2 for order in self.ngrams) or len(set(self.ngrams)) < len(self.ngrams):
-            raise ConfigError(f"model.ngrams={list(self.ngrams)}: different whole numbers, 2 or more")
+        orders = range(2, MAX_ORDER + 1)
+        if any(order not in orders for order in self.ngrams) or len(set(self.ngrams)) < len(self.ngrams):
+            raise ConfigError(
+                f"model.ngrams={list(self.ngrams)}: different whole numbers from 2 to {MAX_ORDER}"
+            )
         if self.ngram_rows < 1:
             raise ConfigError(f"model.ngram_rows={self.ngram_rows}: a positive whole number")
         check_dropout("model.ngram_dropout", self.ngram_dropout)

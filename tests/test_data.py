@@ -262,6 +262,29 @@ def test_a_cache_that_was_cut_short_is_made_anew(tmp_path, damage):
     assert np.array_equal(prepare(corpus(), TEXT, Byte(), tmp_path).train, train)
 
 
+@pytest.mark.parametrize("damage", ["a bit", "cut short", "another tokenizer's", "no facts at all"])
+def test_a_damaged_cache_is_noticed_and_made_anew(tmp_path, damage):
+    """Also where the tokens and facts of another tokenizer lie in the place of this one's."""
+    whole = np.array(prepare(corpus(), TEXT, Byte(), tmp_path).train)
+    (folder,) = tmp_path.iterdir()
+    raw = (folder / "train.bin").read_bytes()
+    if damage == "a bit":
+        (folder / "train.bin").write_bytes(raw[:99] + bytes([raw[99] ^ 1]) + raw[100:])
+    elif damage == "cut short":
+        (folder / "train.bin").write_bytes(raw[:-1])
+    elif damage == "no facts at all":
+        (folder / "facts.json").write_text("[" * 100_000)
+    else:
+        prepare(corpus(), TEXT, Char.fit(TEXT), tmp_path)
+        (other,) = set(tmp_path.iterdir()) - {folder}
+        for file in other.iterdir():
+            file.replace(folder / file.name)
+    with pytest.warns(UserWarning, match="the cached tokens are damaged, and made anew"):
+        again = prepare(corpus(), TEXT, Byte(), tmp_path)
+    assert np.array_equal(again.train, whole)
+    assert np.array_equal(prepare(corpus(), TEXT, Byte(), tmp_path).train, whole)  # and now without a warning
+
+
 # ---- small texts ----
 
 BLOCK = 32
