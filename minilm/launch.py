@@ -5,7 +5,7 @@ import json
 import os
 import random
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -125,64 +125,70 @@ class Parts:
 
 def train(command: Command) -> Trainer:
     """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
+    with ExitStack() as stack:  # of what ends with the run: its folder is let go
+        return _train(command, stack)
+
+
+def _train(command: Command, stack: ExitStack) -> Trainer:
     _options(command.config)
     started, source = start_from(command)  # the weights of another run, to begin with
     saved = _find_resumed(command)
     settings = _merge(saved, command) if saved else started
     settings = settings | {"wandb": _grouped(settings["wandb"], command)}
     parts = Parts.of(settings, saved or source)
+    stack.enter_context(machine_trouble(_memory(settings)))
     if begins := saved or source:
         outline(begins, parts.tokenizer, settings)  # what does not fit is refused before it takes any memory
-    with machine_trouble(_memory(settings)):
-        torch.manual_seed(parts.options.seed)
-        model = build_model(settings, parts.tokenizer.vocab_size).to(parts.device)
-        data = parts.tokens(model.config.block_size)
-        optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
-        if source:
-            load_weights(model, source)
-        if saved:
-            if saved.state.get("source") != data.source:
-                raise ConfigError("data: the text is not the one that the run to resume was trained on")
-            load_weights(model, saved)
-            load_states(optimizers, saved.state.get("optimizers", []))
+    torch.manual_seed(parts.options.seed)
+    model = build_model(settings, parts.tokenizer.vocab_size).to(parts.device)
+    data = parts.tokens(model.config.block_size)
+    optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
+    if source:
+        load_weights(model, source)
+    if saved:
+        if saved.state.get("source") != data.source:
+            raise ConfigError("data: the text is not the one that the run to resume was trained on")
+        load_weights(model, saved)
+        load_states(optimizers, saved.state.get("optimizers", []))
 
     run = _folder_of(saved, command) if saved else _new_folder(command)
+    stack.enter_context(_alone_in(run))
     settings = settings | {"out_dir": str(run), "resume": None}
-    with machine_trouble(_memory(settings)), _alone_in(run):
-        writer = start_trackers(
-            parts.wandb,
-            parts.options.tensorboard,
-            config=settings,
-            run_dir=run,
-            run_id=saved.state.get("wandb_run_id") if saved else None,
-            step=saved.step if saved else 0,
-        )
-        trainer = Trainer(
-            model,
-            forward=forward,
-            tokenizer=parts.tokenizer,
-            data=data,
-            optimizers=optimizers,
-            schedule=parts.schedule,
-            config=parts.train,
-            run=run,
-            settings=settings,
-            seed=parts.options.seed,
-            precision=parts.precision,
-            writer=writer,
-            picture=picture_of(model, parts.tokenizer, settings),
-        )
-        if saved:
-            trainer.restore(saved)
-        write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-        _point_latest(run)
-        exit_code = 1
-        try:
-            with machine_trouble(_memory(settings), trainer.last_good):
-                trainer.fit()
-            exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
-        finally:
-            writer.finish(exit_code)
+    run_id = saved.state.get("wandb_run_id") if saved else None
+    writer = start_trackers(
+        parts.wandb,
+        parts.options.tensorboard,
+        config=settings,
+        run_dir=run,
+        run_id=run_id,
+        step=saved.step if saved else 0,
+    )
+    write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    _point_latest(run)
+    trainer = Trainer(
+        model,
+        forward=forward,
+        tokenizer=parts.tokenizer,
+        data=data,
+        optimizers=optimizers,
+        schedule=parts.schedule,
+        config=parts.train,
+        run=run,
+        settings=settings,
+        seed=parts.options.seed,
+        precision=parts.precision,
+        writer=writer,
+        picture=picture_of(model, parts.tokenizer, settings),
+    )
+    if saved:
+        trainer.restore(saved)
+    exit_code = 1
+    try:
+        with machine_trouble(_memory(settings), trainer.last_good):
+            trainer.fit()
+        exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
+    finally:
+        writer.finish(exit_code)
     return trainer
 
 
@@ -256,7 +262,9 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
                 f"checkpoint {saved.path}: config.yaml: {section} is no section, as a run saves it"
             )
     if "recipe" not in command.said:
-        merged = overlay(command.config | saved.config, command)  # keys that a run of old knew nothing of
+        merged = overlay(
+            command.config | saved.config, command
+        )  # with the keys that older runs knew nothing of
     elif begun_from is None:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
