@@ -136,7 +136,7 @@ def _train(command: Command, stack: ExitStack) -> Trainer:
     settings = _merge(saved, command) if saved else started
     settings = settings | {"wandb": _grouped(settings["wandb"], command)}
     parts = Parts.of(settings, saved or source)
-    stack.enter_context(machine_trouble(_memory(settings)))
+    stack.enter_context(machine_trouble(_memory(parts.train, settings)))
     if begins := saved or source:
         outline(begins, parts.tokenizer, settings)  # what does not fit is refused before it takes any memory
     torch.manual_seed(parts.options.seed)
@@ -184,7 +184,7 @@ def _train(command: Command, stack: ExitStack) -> Trainer:
         trainer.restore(saved)
     exit_code = 1
     try:
-        with machine_trouble(_memory(settings), trainer.last_good):
+        with machine_trouble(_memory(parts.train, settings), trainer.last_good):
             trainer.fit()
         exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
     finally:
@@ -199,14 +199,13 @@ def _alone_in(run: Path) -> AbstractContextManager[None]:
     )
 
 
-def _memory(settings: dict[str, Any]) -> str:
+def _memory(train: TrainConfig, settings: dict[str, Any]) -> str:
     """What takes the memory of a run, and what to lower."""
-    train, size = settings["train"], settings["model"]["block_size"]
     return (
-        f"train.batch_size={train['batch_size']}, train.micro_batch_size={json.dumps(train['micro_batch_size'])}, "
-        f"train.eval_batch_size={train['eval_batch_size']} and the context model.block_size={size}: lower "
-        "train.micro_batch_size first, which changes no result, or train.eval_batch_size, or the context; "
-        "scripts/plan.py tells what a run needs"
+        f"train.batch_size={train.batch_size}, train.micro_batch_size={json.dumps(train.micro_batch_size)}, "
+        f"train.eval_batch_size={train.eval_batch_size} and the context model.block_size="
+        f"{settings['model'].get('block_size')}: lower train.micro_batch_size first, which changes no result, or "
+        "train.eval_batch_size, or the context; scripts/plan.py tells what a run needs"
     )
 
 
