@@ -52,6 +52,12 @@ class GenerateConfig:
 def say(config: dict[str, Any]) -> None:
     """Generate as the configuration says. Raises ConfigError before anything is written."""
     options = GenerateConfig(**check(GenerateConfig, config, ""))
+    lower = f"samples={options.samples}, max_new_tokens={options.max_new_tokens}"
+    with machine_trouble(f"{lower}: lower them, give fewer prompts at a time, or say precision=bf16"):
+        _say(options)
+
+
+def _say(options: GenerateConfig) -> None:
     sampler = Sampler(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -62,35 +68,31 @@ def say(config: dict[str, Any]) -> None:
     set_threads(options.threads)
     device = resolve_device(options.device)
     prompts = read_prompts(options)
-    lower = f"samples={options.samples}, max_new_tokens={options.max_new_tokens}"
-    with machine_trouble(f"{lower}: lower them, give fewer prompts at a time, or say precision=bf16"):
-        model, tokenizer, saved = restore(options.checkpoint, device)
-        model.to(DTYPES[options.precision])  # weights are held so, not cast at each step
-        generator = Generator(
-            model,
-            sampler,
-            cache=options.cache,
-            overflow=options.overflow,
-            keep=options.keep,
-            step=CompiledStep(model, options.compile) if options.compile else None,
-        )
-        for prompt in prompts:
-            encode_prompt(tokenizer, prompt)  # an unknown character is refused before anything is printed
-        rows = [prompt for prompt in prompts for _ in range(options.samples)]
-        stops = [options.stop] if isinstance(options.stop, str) else options.stop
-        stops = [stop.replace("\\n", "\n") for stop in stops]  # a shell passes \n on as two characters
-        speed = Speed()
-        pieces = generator.text(
-            tokenizer, rows, options.max_new_tokens, stop=stops, seed=options.seed, speed=speed
-        )
-        first = next(pieces, (0, ""))  # what the generator refuses, it refuses before anything is printed
-        try:
-            _print(rows, itertools.chain([first], pieces))
-        except (
-            BrokenPipeError
-        ):  # the reader (head, less) has had enough; nor must Python flush to it at its exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(closing_line(saved.path, speed), file=sys.stderr)
+    model, tokenizer, saved = restore(options.checkpoint, device)
+    model.to(DTYPES[options.precision])  # weights are held so, not cast at each step
+    generator = Generator(
+        model,
+        sampler,
+        cache=options.cache,
+        overflow=options.overflow,
+        keep=options.keep,
+        step=CompiledStep(model, options.compile) if options.compile else None,
+    )
+    for prompt in prompts:
+        encode_prompt(tokenizer, prompt)  # an unknown character is refused before anything is printed
+    rows = [prompt for prompt in prompts for _ in range(options.samples)]
+    stops = [options.stop] if isinstance(options.stop, str) else options.stop
+    stops = [stop.replace("\\n", "\n") for stop in stops]  # a shell passes \n on as two characters
+    speed = Speed()
+    pieces = generator.text(
+        tokenizer, rows, options.max_new_tokens, stop=stops, seed=options.seed, speed=speed
+    )
+    first = next(pieces, (0, ""))  # what the generator refuses, it refuses before anything is printed
+    try:
+        _print(rows, itertools.chain([first], pieces))
+    except BrokenPipeError:  # the reader (head, less) has had enough; nor must Python flush to it at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(closing_line(saved.path, speed), file=sys.stderr)
 
 
 def _print(rows: list[str], pieces: Iterable[tuple[int, str]]) -> None:
