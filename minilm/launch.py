@@ -24,18 +24,12 @@ from minilm.files import held, write_atomic
 from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
 from minilm.optim import Optim, load_states
-from minilm.runtime import (
-    check_seed,
-    compile_model,
-    machine_trouble,
-    resolve_device,
-    resolve_precision,
-    set_threads,
-)
+from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
 from minilm.tracking import check_packages, start_trackers, start_wandb
 from minilm.training import TrainConfig, Trainer, sample_prompt
+from minilm.trouble import machine_trouble
 
 #: what a resumed run may change; everything else makes another run
 MAY_CHANGE = (

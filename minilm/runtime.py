@@ -1,8 +1,6 @@
 """The machine: device, precision, threads, randomness, compilation."""
 
 import contextlib
-import errno
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from torch import nn
 from minilm.errors import ConfigError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-OUT_OF_MEMORY = r"can't allocate memory|not enough memory|out of memory"  # of the CPU's and mps's allocators
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -107,35 +104,6 @@ def _probe_compiler() -> None:
     """Compiles a tiny function forward and backward: a missing compiler shows at the backward pass at the latest."""
     with torch._dynamo.config.patch(suppress_errors=False):
         torch.compile(lambda x: x.sin().square().sum())(torch.ones(64, requires_grad=True)).backward()
-
-
-#: what a disk may refuse to a program that is right: it is full, closed to us or broken
-REFUSALS = {
-    getattr(errno, name, None)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ESTALE")
-}
-
-
-@contextlib.contextmanager
-def machine_trouble(memory: str, left: Callable[[], str] = str) -> Iterator[None]:
-    """Makes one line of memory or disk that the machine does not give: a ConfigError.
-
-    memory: what takes how much of it, and what to lower. left: called for what is left of the work, to go on with.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = " ".join(str(error).split())
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not re.search(OUT_OF_MEMORY, text):
-            raise
-        wanted = re.search(r"(?i)(tried|unable) to allocate [\d.]+ \w+", text)
-        said = f"out of memory ({wanted[0][0].lower()}{wanted[0][1:]})" if wanted else "out of memory"
-        raise ConfigError("; ".join(filter(None, [f"{said} with {memory}", left()]))) from error
-    except OSError as error:
-        if error.errno not in REFUSALS:
-            raise
-        said = f"{error.filename or 'the disk'}: {error.strerror}"
-        raise ConfigError("; ".join(filter(None, [said, left()]))) from error
 
 
 @contextlib.contextmanager

@@ -13,9 +13,10 @@ from minilm.data import normalise_newlines, read_text
 from minilm.decoding import CompiledStep
 from minilm.errors import ConfigError
 from minilm.generation import Generator, Speed, encode_prompt
-from minilm.runtime import DTYPES, check_seed, machine_trouble, resolve_device, set_threads
+from minilm.runtime import DTYPES, check_seed, resolve_device, set_threads
 from minilm.sampling import Sampler
 from minilm.streaming import write
+from minilm.trouble import machine_trouble
 
 
 @dataclass(frozen=True)

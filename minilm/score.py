@@ -9,7 +9,8 @@ from minilm.console import bar
 from minilm.data import TokenData, read_text
 from minilm.errors import ConfigError
 from minilm.evaluation import evaluate, perplexity
-from minilm.runtime import autocast, machine_trouble, resolve_device, resolve_precision, set_threads
+from minilm.runtime import autocast, resolve_device, resolve_precision, set_threads
+from minilm.trouble import machine_trouble
 
 
 @dataclass(frozen=True)
