@@ -5,6 +5,7 @@ as if nothing had happened. A clock of our own stands in for the real one, so th
 import os
 import random
 import signal
+import time
 from collections import Counter
 from functools import partial
 
@@ -56,11 +57,13 @@ def trained(run, disk, saved):
 
 
 def contents(run):
-    """All that a run leaves for others to read, and the state that it would go on from."""
+    """All that a run leaves for others to read, to the last byte but for its own name, and its state."""
     last = run / "checkpoints" / "last"
-    files = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "samples.txt", "loss.png")}
-    files |= {name: (last / name).read_bytes() for name in FILES if name != "state.pt"}
-    return files | {"state": checkpoint.load(run).state}
+    paths = [*run.iterdir(), *last.iterdir()]
+    bytes_of = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    bytes_of = {name: raw.replace(bytes(run), b"RUN") for name, raw in bytes_of.items()}
+    del bytes_of["state.pt"], bytes_of["checksums.json"]  # the one holds the other's, and both the run's name
+    return bytes_of | {"state": checkpoint.load(run).state}
 
 
 def assert_whole(run, least):
@@ -146,18 +149,18 @@ def words(tiny, *others):
 
 @pytest.fixture(scope="module")
 def whole(forked, tiny, tmp_path_factory):
-    """A run that nothing has stopped, and what its process did on the disk."""
-    folder = tmp_path_factory.mktemp("whole")
+    """A run that nothing has stopped, what its process did on the disk, and how many seconds it took."""
+    folder, began = tmp_path_factory.mktemp("whole"), time.monotonic()
     result = forked(
         "train", *words(tiny), cwd=folder, prepare=partial(in_this_process, tally=folder / "tally")
     )
     assert result.status == 0, result.err
-    return folder / "run", (folder / "tally").read_text().split()
+    return folder / "run", (folder / "tally").read_text().split(), time.monotonic() - began
 
 
-def go_on(forked, tiny, whole, folder, kills, seconds=600.0):
+def go_on(forked, tiny, whole, folder, kills):
     """Start the run, and again each time that it is killed: at operation number kills[0] of its process, kills[1] of
-    the next one … None is at a moment that chance chooses, up to `seconds`. Then once more, to the end.
+    the next one … None is at a moment that chance chooses. Then once more, to the end.
 
     Returns how many were killed.
     """
@@ -168,7 +171,7 @@ def go_on(forked, tiny, whole, folder, kills, seconds=600.0):
             *words(tiny),
             cwd=folder,
             prepare=partial(in_this_process, at),
-            seconds=random.uniform(0, seconds) if at is None else 600,
+            seconds=random.uniform(0, whole[2]) if at is None else 600,
         )
         assert result.status in (0, -signal.SIGKILL), result.err
         killed += result.status != 0
@@ -195,10 +198,9 @@ def test_a_hundred_kills(forked, tiny, whole, tmp_path, capsys):
         tally[kind] += go_on(forked, tiny, whole, folder, kills=[at])
     for n in range(10):
         (folder := tmp_path / f"chance{n}").mkdir()
-        tally["at random"] += go_on(forked, tiny, whole, folder, kills=[None] * 5, seconds=2.0)
+        tally["at random"] += go_on(forked, tiny, whole, folder, kills=[None] * 5)
     with capsys.disabled():
-        print(
-            f"\nkilled {tally.total()} times: " + ", ".join(f"{kind} {n}" for kind, n in tally.most_common())
-        )
+        shares = ", ".join(f"{kind} {n}" for kind, n in tally.most_common())
+        print(f"\nkilled {tally.total()} times: {shares}")
     assert tally.total() >= 100
     assert {"write", "fsync", "rename", "replace"} <= set(tally)
