@@ -12,10 +12,10 @@ import json
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
@@ -28,6 +28,12 @@ from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+#: of a file or folder
+Name = Annotated[str, Field(min_length=1)]
+
+#: numbers are finite: no key means anything by infinity or NaN, and null is what switches one off
+STRICT = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 def construct(
@@ -49,7 +55,7 @@ def construct(
 def check(call: Callable, options: dict[str, Any], section: str, exclude: Any = ()) -> dict[str, Any]:
     """`options`, checked by name and type against the signature of `call`; ConfigError for the first that is off."""
     prefix = f"{section}." if section else ""
-    hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
+    hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call, include_extras=True)
     parameters = {
         name: p
         for name, p in inspect.signature(call).parameters.items()
@@ -69,19 +75,25 @@ def check(call: Callable, options: dict[str, Any], section: str, exclude: Any = 
             )
             raise ConfigError(f"{prefix}{name}: no such key here; {hint}")
     fields: dict[str, Any] = {name: (hints[name], ...) for name in options}
-    schema = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
+    schema = create_model("Options", __config__=STRICT, **fields)
     try:
         # strict as JSON is: "3" is no number and 1 no truth, but a list may be a tuple and 1 a float
         checked = schema.model_validate_json(json.dumps(options), strict=True)
     except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
+        found = error.errors()
+        name = str(found[0]["loc"][0])
         value = options[name] if isinstance(options[name], str) else json.dumps(options[name])
-        raise ConfigError(f"{prefix}{name}={value}: expected {_wanted(hints[name])}") from None
+        wanted = _wanted(hints[name])
+        if any(e["type"] == "finite_number" for e in found):
+            wanted = wanted.replace("a number", "a finite number")
+        raise ConfigError(f"{prefix}{name}={value}: expected {wanted}") from None
     return {name: getattr(checked, name) for name in options}
 
 
 def _wanted(hint: Any) -> str:
     """A type in the words of a person."""
+    if hint == Name:
+        return "the name of a file or folder"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     parts = [_wanted(part) for part in typing.get_args(hint) if part is not ...]
     if typing.get_origin(hint) is tuple and ... not in typing.get_args(hint):

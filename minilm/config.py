@@ -9,11 +9,12 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import yaml
@@ -42,6 +43,22 @@ LAUNCHERS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "s
 #: keys whose value is taken as it was typed, with its commas, numbers and spaces, unless it is quoted or a [list]
 TEXTS = ("prompt", "stop", "train.sample_prompt")
 
+#: keys whose value is text though it may look like a number: `study.name=12`
+NAMES = (
+    *(
+        "data.path",
+        "tokenizer.path",
+        "out_dir",
+        "resume",
+        "init_from",
+        "checkpoint",
+        "prompt_file",
+        "path",
+        "out",
+    ),
+    *("wandb.project", "wandb.name", "wandb.group", "study.name", "study.question"),
+)
+
 
 @dataclass(frozen=True)
 class Command:
@@ -60,22 +77,40 @@ class Command:
     others: tuple[str, ...] = ()
 
 
+class JobFailed(ConfigError):
+    """A job of a sweep was refused, and has said so."""
+
+
 def script(
-    name: str, *, for_others: bool = False
+    name: str, *, for_others: bool = False, keeps: bool = True
 ) -> Callable[[Callable[[Command], None]], Callable[[], None]]:
     """Makes a function of a `Command` into the main program of configs/NAME.yaml.
 
-    for_others: words whose key that file does not have are no mistakes but go into `Command.others`.
+    for_others: words whose key that file does not have are no mistakes but go into `Command.others`. keeps: what it
+    makes lies in out_dir, of which each job of a sweep has its own; the sweep of a script that keeps nothing there
+    leaves no folder.
     """
 
     def decorate(main: Callable[[Command], None]) -> Callable[[], None]:
         others: list[str] = []
+        typed: list[str] = []
+        refused: list[DictConfig] = []
+        here = os.getpid()
+
+        def called() -> str:
+            return Path(sys.argv[0]).stem
 
         def job(config: DictConfig) -> None:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                main(asked_for(config))  # an error ends this job, not the sweep
+                try:
+                    with mistakes_of_a_job(called(), typed):
+                        main(asked_for(config))
+                except JobFailed:
+                    refused.append(config)
+                    if os.getpid() != here:  # a launcher's worker, from which only an error comes back
+                        raise
             else:
-                with mistakes_in_one_line(name):
+                with mistakes_in_one_line(name, called()):
                     main(asked_for(config))
 
         def asked_for(config: DictConfig) -> Command:
@@ -85,11 +120,17 @@ def script(
             os.environ["HYDRA_FULL_ERROR"] = (
                 "1"  # exceptions come here as they are, not as Hydra's own summary
             )
-            with mistakes_in_one_line(name):
+            with mistakes_in_one_line(name, called()):
                 arguments = _in_order([_in_utf8(argument) for argument in sys.argv[1:]])
                 others[:] = [a for a in arguments if for_others and _is_for_others(name, a)]
                 sys.argv[1:] = [as_typed(argument) for argument in arguments if argument not in others]
-                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
+                typed[:] = sys.argv[1:]
+                with tempfile.TemporaryDirectory() as aside:
+                    if not keeps and get_args_parser().parse_args().multirun:
+                        sys.argv.append(as_text("hydra.sweep.dir", aside))
+                    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
+                if refused:
+                    raise JobFailed
 
         return run
 
@@ -97,19 +138,51 @@ def script(
 
 
 @contextmanager
-def mistakes_in_one_line(name: str) -> Iterator[None]:
-    """A mistake of the user's ends the program with one line and status 2; a fault of ours shows its traceback."""
+def mistakes_in_one_line(name: str, called: str) -> Iterator[None]:
+    """A mistake of the user's ends the program with one line and status 2; a fault of ours shows its traceback.
+
+    name: of the configuration. called: what the line begins with, the script's name.
+    """
     try:
         yield
+    except JobFailed:
+        sys.exit(2)
     except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
-        print(f"{name}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
+        print(f"{called}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except ValueError as error:
+        if not _raised_in_hydra(error):
+            raise
+        print(f"{called}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # a reader that has had enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit fails once more
         sys.exit(141)  # as a program that the signal of a broken pipe ends
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        print(f"{called}: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def mistakes_of_a_job(called: str, typed: list[str]) -> Iterator[None]:
+    """An error ends the job of a sweep, and not the sweep; it is told at once, with what sets this job apart."""
+    try:
+        yield
+    except Exception as error:
+        own = " ".join(word for word in HydraConfig.get().overrides.task if word not in typed)
+        about = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}, see the traceback"
+        print(f"{called}: {own + ': ' if own else ''}{' '.join(about.split())}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            raise JobFailed from None
+        raise
+
+
+def _raised_in_hydra(error: Exception) -> bool:
+    """Whether Hydra itself says so, of an option of its own."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("hydra.")
 
 
 def _in_utf8(argument: str) -> str:
@@ -127,9 +200,20 @@ def _in_utf8(argument: str) -> str:
     return argument
 
 
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
 def _in_order(arguments: list[str]) -> list[str]:
     """The arguments as argparse can read them: it wants all of key=value in one row, `a=1 -m b=1,2` has two."""
-    known, rest = get_args_parser().parse_known_args(arguments)
+    parser = get_args_parser()
+    parser.error = lambda message: _refuse(f"{message}; --help lists what there is")  # type: ignore[method-assign]
+    known, rest = parser.parse_known_args(arguments)
+    for option, value in (("--config-name", known.config_name), ("--config-path", known.config_path)):
+        if value is not None:
+            raise ConfigError(
+                f"{option}={value}: a script has its own; --config-dir=FOLDER adds choices to its groups"
+            )
     for argument in rest:
         if argument.startswith("-"):
             key = argument.lstrip("-").partition("=")[0]
@@ -139,12 +223,21 @@ def _in_order(arguments: list[str]) -> list[str]:
 
 
 def _is_for_others(name: str, argument: str) -> bool:
+    section = key_of(argument).partition(".")[0].partition("/")[0]
     own = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-    groups = [group for entry in own["defaults"] if isinstance(entry, dict) for group in entry]
-    section = key_of(argument).partition(".")[0]
-    return (
-        "=" in argument and section.partition("/")[0] not in [*own, *groups, "hydra"] and argument[0] != "-"
-    )
+    return "=" in argument and section not in [*own, *_groups(name), "hydra"] and argument[0] != "-"
+
+
+def _groups(name: str) -> list[str]:
+    """The groups that configs/NAME.yaml and those that it starts from choose of."""
+    entries = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
+    found = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            found += [group for group in entry if " " not in group]  # `override hydra/…` is no choice
+        elif entry != "_self_":
+            found += _groups(entry)
+    return found
 
 
 def key_of(word: str) -> str:
@@ -160,8 +253,12 @@ def as_typed(argument: str) -> str:
     if key not in TEXTS or value[:1] in ("[", "'", '"'):
         try:
             read = OverridesParser.create().parse_override(argument)
-            choice = read.is_sweep_override() or isinstance(read.value(), str | list)
-            if choice or not (CONFIGS / key).is_dir():  # mask=null is a choice that is not there
+            if read.is_sweep_override():
+                return argument
+            plain = read.value()
+            number = isinstance(plain, int | float) and not isinstance(plain, bool)
+            choice = (CONFIGS / key).is_dir() and not isinstance(plain, str | list)  # mask=null is not there
+            if not choice and not (number and key in NAMES):
                 return argument
         except HydraException:  # an apostrophe, an é, a ~
             pass
@@ -181,7 +278,7 @@ def _quoted(key: str, value: str) -> str:
 def command(name: str, config: DictConfig) -> Command:
     """What the job that Hydra is running was asked for."""
     job = HydraConfig.get()
-    _check_keys(config, _declared(name, dict(job.runtime.choices)))
+    _check_keys(name, config, _declared(name, dict(job.runtime.choices)))
     plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     said = [key_of(override) for override in job.overrides.task]
     sweeping = job.mode == RunMode.MULTIRUN
@@ -220,7 +317,7 @@ def compose(name: str, words: list[str]) -> dict[str, Any]:
         )
         choices = dict(config.hydra.runtime.choices)
         own = OmegaConf.create({key: config._get_node(key) for key in config if key != "hydra"})
-        _check_keys(own, _declared(name, choices))
+        _check_keys(name, own, _declared(name, choices))
         return OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise ConfigError(" ".join(_explain(name, error).split())) from None
@@ -256,23 +353,27 @@ def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key}"
 
 
-def _check_keys(config: DictConfig, declared: DictConfig) -> None:
+def _check_keys(name: str, config: DictConfig, declared: DictConfig) -> None:
     known, found = list(_leaves(declared)), list(_leaves(config))
     for key in found:
         if key not in known:
-            raise ConfigError(f"{key}: no such key; {_nearest(key, known)}")
+            raise ConfigError(f"{key}: no such key; {_nearest(key, known, _groups(name))}")
     if missing := [key for key in known if key not in found]:
         key = min(missing, key=lambda key: key.count("."))
         section = key.rpartition(".")[0]
         if section and not OmegaConf.is_dict(OmegaConf.select(config, section)):
-            raise ConfigError(f"{section} is a section, no value: set one of its keys, such as {key}=…")
+            raise ConfigError(_is_section(section, key))
         raise ConfigError(f"{key} has been taken away, and is needed: say {key}=…")
 
 
-def _nearest(key: str, known: list[str]) -> str:
+def _is_section(section: str, key: str) -> str:
+    return f"{section} is a section, no value: set one of its keys, such as {key}=…"
+
+
+def _nearest(key: str, known: list[str], groups: list[str]) -> str:
     """Which choice of its group has such a key, or 'did you mean …', or the keys there are at that place."""
     group, _, name = key.rpartition(".")
-    files = sorted((CONFIGS / group).glob("*.yaml")) if group else []
+    files = sorted((CONFIGS / group).glob("*.yaml")) if group in groups else []
     having = [f"{group}={f.stem}" for f in files if f"\n{name}:" in f.read_text(encoding="utf-8")]
     if having:
         return f"only {' and '.join(having)} {'has' if len(having) == 1 else 'have'} it"
@@ -320,10 +421,10 @@ def _explain(name: str, error: Exception) -> str:
         if not key.startswith("hydra"):
             running = GlobalHydra.instance().is_initialized()
             with nullcontext() if running else hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-                groups = re.findall(
-                    r"(?m)^  - (\w+): ", (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-                )
+                groups = _groups(name)
                 known = list(dict.fromkeys([*_leaves(_declared(name)), *groups]))
-            return f"{key}: no such key; {_nearest(key, known)}"
+            if inside := [k for k in known if k.startswith(f"{key}.")]:
+                return _is_section(key, inside[0])
+            return f"{key}: no such key; {_nearest(key, known, groups)}"
     cause = error.__cause__ or error
     return f"{key + ': ' if key else ''}{str(cause).splitlines()[0]}"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from minilm import checkpoint as checkpoints
 from minilm import files, tokenizer_files
 from minilm import tokenizer as tokenizers
-from minilm.build import check
+from minilm.build import Name, check
 from minilm.console import bar
 from minilm.errors import ConfigError
 from minilm.interop import export, import_model
@@ -19,9 +19,9 @@ class ConvertConfig:
     """configs/convert.yaml, but for `from`, which Python keeps for itself."""
 
     to: Literal["hf", "tiktoken"] | None
-    checkpoint: str
-    path: str | None
-    out: str
+    checkpoint: Name
+    path: Name | None
+    out: Name
 
 
 def convert(config: dict[str, Any]) -> list[str]:

@@ -79,7 +79,7 @@ class TextFile(Corpus):
     path: str
 
     def read(self) -> str:
-        return read_text(Path(self.path), key="data.path")
+        return read_text(self.path, key="data.path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,10 @@ def normalise_newlines(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_text(path: Path, key: str) -> str:
+def read_text(path: Path | str, key: str) -> str:
     """A UTF-8 file as text: a byte order mark is dropped, line ends become LF. `key` names the source in errors."""
+    if not str(path):
+        raise ConfigError(f"{key} is empty: name a text file")
     path = Path(os.path.expanduser(path))
     try:
         raw = path.read_bytes()

@@ -15,7 +15,7 @@ import yaml
 
 from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
-from minilm.build import build_model, check, construct, load_weights, outline
+from minilm.build import Name, build_model, check, construct, load_weights, outline
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command, differences, overlay
 from minilm.data import ROOT, Corpus, TokenData, prepare
@@ -24,10 +24,19 @@ from minilm.files import held, write_atomic
 from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
 from minilm.optim import Optim, load_states
-from minilm.runtime import check_seed, compile_model, resolve_device, resolve_precision, set_threads
+from minilm.runtime import (
+    Compile,
+    Precision,
+    check_seed,
+    compile_model,
+    resolve_device,
+    resolve_precision,
+    set_deterministic,
+    set_threads,
+)
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
-from minilm.tracking import check_packages, start_trackers, start_wandb
+from minilm.tracking import check_packages, check_project, start_trackers, start_wandb
 from minilm.training import TrainConfig, Trainer, sample_prompt
 from minilm.trouble import machine_trouble
 
@@ -42,6 +51,7 @@ MAY_CHANGE = (
     "precision",
     "threads",
     "compile",
+    "deterministic",
     "resume",
     "init_from",
     "out_dir",
@@ -54,19 +64,17 @@ class RunConfig:
 
     seed: int
     device: str
-    precision: str
+    precision: Precision
     threads: int | None
-    compile: bool | str
-    out_dir: str
-    resume: str | None
-    init_from: str | None
+    compile: Compile
+    out_dir: Name
+    resume: Name | None
+    init_from: Name | None
     tensorboard: bool
+    deterministic: bool = False  # older checkpoints do not say it
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for key in ("out_dir", "resume", "init_from"):
-            if getattr(self, key) == "":
-                raise ConfigError(f"{key} is empty: expected the name of a folder")
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,23 @@ class Parts:
 
         Raises ConfigError, and writes nothing.
         """
-        options = _options(settings)
+        options = options_of(settings)
         train = TrainConfig(**check(TrainConfig, settings["train"], "train"))
         schedule = construct(settings, "schedule", Schedule)
         schedule.check(train.max_steps)
         optim = construct(settings, "optim", Optim)
         wandb = check(start_wandb, settings["wandb"], "wandb", exclude=("config", "run_dir", "run_id"))
+        check_project(wandb["project"])
         check_packages(wandb["mode"], options.tensorboard)
         device = resolve_device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
+        set_deterministic(options.deterministic)
+        if settings["attention"].get("backend") == "flex" and device.type != "cuda":
+            raise ConfigError(
+                f"attention.backend=flex has no gradients on device={device.type}: train with "
+                "attention.backend=fused, or on device=cuda"
+            )
         corpus = construct(settings, "data", Corpus)
         text = corpus.read()
         tokenizer = (
@@ -124,7 +139,7 @@ def train(command: Command) -> Trainer:
 
 
 def _train(command: Command, stack: ExitStack) -> Trainer:
-    _options(command.config)
+    options_of(command.config)
     started, source = start_from(command)  # the weights of another run, to begin with
     saved = _find_resumed(command)
     settings = _merge(saved, command) if saved else started
@@ -147,7 +162,7 @@ def _train(command: Command, stack: ExitStack) -> Trainer:
 
     run = _folder_of(saved, command) if saved else _new_folder(command)
     stack.enter_context(_alone_in(run))
-    settings = settings | {"out_dir": str(run), "resume": None}
+    settings = rooted(settings) | {"out_dir": str(run), "resume": None}
     run_id = saved.state.get("wandb_run_id") if saved else None
     writer = start_trackers(
         parts.wandb,
@@ -203,6 +218,14 @@ def _memory(train: TrainConfig, settings: dict[str, Any]) -> str:
     )
 
 
+def rooted(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the text's path absolute, so that a run can be gone on with from anywhere."""
+    data = settings["data"]
+    if not data.get("path"):
+        return settings
+    return settings | {"data": data | {"path": os.path.abspath(os.path.expanduser(data["path"]))}}
+
+
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
     """The runs of a sweep belong together, unless it was said otherwise."""
     if command.sweep is None or wandb.get("group") is not None:
@@ -210,7 +233,8 @@ def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
     return wandb | {"group": "-".join(command.sweep.parts[-2:])}
 
 
-def _options(settings: dict[str, Any]) -> RunConfig:
+def options_of(settings: dict[str, Any]) -> RunConfig:
+    """The top level of a run's configuration. Raises ConfigError for what is none."""
     top = {key: value for key, value in settings.items() if key in RunConfig.__annotations__}
     return RunConfig(**check(RunConfig, top, ""))
 
@@ -267,9 +291,12 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section in saved.config and section not in MAY_CHANGE:
             for key, old, new in differences(section, then, now):
-                raise ConfigError(
-                    f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
-                )
+                if (
+                    key != "data.path"
+                ):  # the text may have moved; that it is the same one is checked by its hash
+                    raise ConfigError(
+                        f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
+                    )
     return merged
 
 

@@ -17,7 +17,7 @@ import torch
 
 from minilm.attention.diagnostics import attention_layers, attention_maps
 from minilm.attention.layer import MultiHeadAttention
-from minilm.build import check, restore
+from minilm.build import Name, check, restore
 from minilm.checkpoint import Checkpoint
 from minilm.data import normalise_newlines
 from minilm.errors import ConfigError
@@ -40,9 +40,9 @@ FONT_POINTS, PITCH, MAX_INCHES, DPI = 6, 0.085, 18, 150  # of the picture; PITCH
 class MapsConfig:
     """configs/maps.yaml."""
 
-    checkpoint: str
+    checkpoint: Name
     prompt: str
-    out: str | None
+    out: Name | None
     device: str
     threads: int | None
 

@@ -22,6 +22,16 @@ from minilm.layers import MLPS, NORMS, Dropout, named, usual_width
 
 MAX_ORDER = 64  # of n-grams: any text before a longer one is as good as a hash of its own
 
+#: ten times what any model has, and more: what lies beyond is a slip, and could not even be outlined
+MOST = {
+    "n_layer": 10_000,
+    "n_embd": 1 << 20,
+    "n_inner": 1 << 23,
+    "block_size": 1 << 30,
+    "vocab_size": 1 << 24,
+    "ngram_rows": 1 << 30,
+}
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -56,6 +66,9 @@ class GPTConfig:
         for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"model.{key}={getattr(self, key)}: a positive whole number")
+        for key, most in MOST.items():
+            if (getattr(self, key) or 0) > most:
+                raise ConfigError(f"model.{key}={getattr(self, key)}: at most {most}")
         if self.n_kv_head is not None and self.n_kv_head < 1:
             raise ConfigError(
                 f"model.n_kv_head={self.n_kv_head}: a positive whole number, or null for n_head"
@@ -70,10 +83,12 @@ class GPTConfig:
             )
         check_heads(self.n_embd, self.n_head, self.n_kv_head or self.n_head)
         check_dropout("model.dropout", self.dropout)
-        orders = range(2, MAX_ORDER + 1)
-        if any(order not in orders for order in self.ngrams) or len(set(self.ngrams)) < len(self.ngrams):
+        if any(order < 2 for order in self.ngrams) or len(set(self.ngrams)) < len(self.ngrams):
+            raise ConfigError(f"model.ngrams={list(self.ngrams)}: different whole numbers, 2 or more")
+        if max(self.ngrams, default=0) > min(self.block_size, MAX_ORDER):
             raise ConfigError(
-                f"model.ngrams={list(self.ngrams)}: different whole numbers from 2 to {MAX_ORDER}"
+                f"model.ngrams={list(self.ngrams)}: at most as long as the context, "
+                f"model.block_size={self.block_size}, and at most {MAX_ORDER}"
             )
         if self.ngram_rows < 1:
             raise ConfigError(f"model.ngram_rows={self.ngram_rows}: a positive whole number")

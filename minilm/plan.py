@@ -8,9 +8,22 @@ from minilm.bench.measure import Product, free_bytes, median_seconds
 from minilm.bench.report import print_table, show_bytes, show_number, show_seconds
 from minilm.bench.setting import Run, Setting
 from minilm.bench.training import TrainingStep
+from minilm.build import check
 from minilm.config import Command
 from minilm.errors import ConfigError
 from minilm.finetune import with_vocab_size
+from minilm.launch import options_of
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Of configs/plan.yaml, what is not of train.yaml or the vocabulary's size."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.seconds < 0:
+            raise ConfigError(f"seconds={self.seconds}: a number from 0 on, 0 for no measurement")
 
 
 @dataclass(frozen=True)
@@ -24,10 +37,9 @@ class Pace:
 
 def plan(command: Command) -> None:
     """Print the plan of the run that train.py would make of the same words. Raises ConfigError where it would."""
+    options_of(command.config)
     config = with_vocab_size(command)
-    seconds = config["seconds"]
-    if not isinstance(seconds, int | float) or not seconds >= 0:
-        raise ConfigError(f"seconds={seconds}: a number, 0 for no measurement")
+    seconds = PlanConfig(**check(PlanConfig, {"seconds": config["seconds"]}, "")).seconds
     setting = Setting.of(config)
     run = Run.of(setting)
     tables = [parameters(run), flops(run), memory(run), cache(run)]  # whatever is wrong is told here

@@ -1,18 +1,24 @@
 """The machine: device, precision, threads, randomness, compilation."""
 
 import contextlib
+import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from minilm.errors import ConfigError
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+PRECISIONS = get_args(Precision)
+Compile = bool | Literal["strict"]
+MAX_THREADS = 256  # or as many as there are processors; a process dies of starting very many more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,9 +65,22 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 def set_threads(threads: int | None) -> None:
     if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads={threads}: a positive whole number, or null for torch's own choice")
+        most = max(MAX_THREADS, os.cpu_count() or 1)
+        if not 1 <= threads <= most:
+            raise ConfigError(
+                f"threads={threads}: a positive whole number up to {most}, or null for torch's own choice"
+            )
         torch.set_num_threads(threads)
+
+
+def set_deterministic(strict: bool) -> None:
+    """Strict: only algorithms that give the same bits each time, and RuntimeError from torch where there is none.
+
+    On the CPU all that minilm uses are such. CUDA's usual ones add in whatever order the threads come.
+    """
+    if strict:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(strict)
 
 
 def check_seed(seed: int) -> None:
@@ -106,15 +125,26 @@ def _probe_compiler() -> None:
         torch.compile(lambda x: x.sin().square().sum())(torch.ones(64, requires_grad=True)).backward()
 
 
+_lock = threading.Lock()
+_inside: "WeakKeyDictionary[nn.Module, list[bool]]" = (
+    WeakKeyDictionary()
+)  # for each who is within, the mode before
+
+
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the model is left in the mode it was in."""
-    was_training = model.training
-    if was_training:  # to set it visits every module, which takes as long as a step of a small model
-        model.eval()
+    """Evaluation mode without gradients; the last thread that is done leaves the model in the mode it was in."""
+    with _lock:
+        modes = _inside.setdefault(model, [])
+        modes.append(model.training)
+        if model.training:  # to set it visits every module, which takes as long as a step of a small model
+            model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        if was_training:
-            model.train()
+        with _lock:
+            was_training = modes[0]
+            modes.pop()
+            if was_training and not modes:
+                model.train()

@@ -8,22 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from minilm.build import check, restore
+from minilm.build import Name, check, restore
 from minilm.data import normalise_newlines, read_text
 from minilm.decoding import CompiledStep
 from minilm.errors import ConfigError
 from minilm.generation import Generator, Speed, encode_prompt
-from minilm.runtime import DTYPES, check_seed, resolve_device, set_threads
+from minilm.runtime import DTYPES, Compile, check_seed, resolve_device, set_threads
 from minilm.sampling import Sampler
 from minilm.streaming import write
 from minilm.trouble import machine_trouble
+
+MOST_SAMPLES = 1 << 16
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
     """configs/generate.yaml."""
 
-    checkpoint: str
+    checkpoint: Name
     prompt: str | list[str]
     prompt_file: str | None
     samples: int
@@ -36,16 +38,16 @@ class GenerateConfig:
     stop: str | list[str]
     seed: int | None
     cache: bool
-    overflow: str
+    overflow: Literal["slide", "error"]
     keep: float
     device: str
     precision: Literal["fp32", "bf16"]
     threads: int | None
-    compile: bool | str
+    compile: Compile
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"samples={self.samples}: a positive whole number")
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            raise ConfigError(f"samples={self.samples}: a whole number from 1 to {MOST_SAMPLES:,}")
         if self.seed is not None:
             check_seed(self.seed)
 
@@ -115,7 +117,7 @@ def read_prompts(options: GenerateConfig) -> list[str]:
     if options.prompt_file is not None:
         if options.prompt:
             raise ConfigError("prompt and prompt_file are both given: say one of them")
-        return [read_text(Path(options.prompt_file), "prompt_file")]
+        return [read_text(options.prompt_file, "prompt_file")]
     if options.prompt == "-":
         try:
             return [normalise_newlines(sys.stdin.buffer.read().decode("utf-8-sig"))]

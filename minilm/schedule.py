@@ -2,33 +2,37 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from minilm.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm up linearly over `warmup` steps, then follow `shape`."""
+    """Warm up linearly over `warmup` steps, then follow `shape`. None is the usual number, a fifth of a short run."""
 
-    warmup: int = 0
+    warmup: int | None = 0
+
+    usual: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        if self.warmup < 0:
-            raise ConfigError(f"schedule.warmup={self.warmup}: a number of steps, 0 or more")
+        if self.warmup is not None and self.warmup < 0:
+            raise ConfigError(f"schedule.warmup={self.warmup}: a number of steps, 0 or more, or null")
 
     def check(self, max_steps: int) -> None:
         """ConfigError where the warm-up outlasts the run."""
-        if self.warmup > max_steps:
+        if self.warmup is not None and self.warmup > max_steps:
             raise ConfigError(
                 f"schedule.warmup={self.warmup} is longer than the run, train.max_steps={max_steps}: "
-                "shorten the one or lengthen the other"
+                "shorten the one, lengthen the other, or say schedule.warmup=null"
             )
 
     def __call__(self, step: int, max_steps: int) -> float:
         """The multiplier of step 0 … max_steps − 1."""
-        if step < self.warmup:
-            return (step + 1) / (self.warmup + 1)
-        return self.shape((step - self.warmup) / max(1, max_steps - self.warmup))
+        warmup = min(self.usual, max_steps // 5) if self.warmup is None else self.warmup
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return self.shape((step - warmup) / max(1, max_steps - warmup))
 
     def shape(self, progress: float) -> float:
         """The multiplier after warm-up, `progress` from 0 to 1."""
@@ -46,6 +50,8 @@ class Cosine(Schedule):
 
     final: float = 0.1
 
+    usual = 100
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_final(self.final)
@@ -60,6 +66,8 @@ class Trapezoid(Schedule):
 
     decay: float = 0.5
     final: float = 0.0
+
+    usual = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,15 +1,14 @@
 """What scripts/evaluate.py does: how well a model predicts a text."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from minilm.build import check, restore
+from minilm.build import Name, check, restore
 from minilm.console import bar
 from minilm.data import TokenData, read_text
 from minilm.errors import ConfigError
 from minilm.evaluation import evaluate, perplexity
-from minilm.runtime import autocast, resolve_device, resolve_precision, set_threads
+from minilm.runtime import Precision, autocast, resolve_device, resolve_precision, set_threads
 from minilm.trouble import machine_trouble
 
 
@@ -17,11 +16,11 @@ from minilm.trouble import machine_trouble
 class ScoreConfig:
     """configs/evaluate.yaml, but for its section data."""
 
-    checkpoint: str
+    checkpoint: Name
     batch_size: int
     stride: int | None
     device: str
-    precision: str
+    precision: Precision
     threads: int | None
 
     def __post_init__(self) -> None:
@@ -43,7 +42,7 @@ def score(config: dict[str, Any]) -> list[tuple[str, str]]:
     set_threads(options.threads)
     device = resolve_device(options.device)
     precision = resolve_precision(options.precision, device)
-    text = read_text(Path(source.path), key="data.path")
+    text = read_text(source.path, key="data.path")
     model, tokenizer, saved = restore(options.checkpoint, device)
     size = model.config.block_size
     if options.stride is not None and not 1 <= options.stride <= size:

@@ -170,6 +170,12 @@ def start_trackers(
     return Trackers([tracker for tracker in trackers if tracker.wants_media])
 
 
+def check_project(name: str) -> None:
+    """ConfigError for a name that wandb would refuse when the run begins."""
+    if found := set(name) & set("/\\#?%:"):
+        raise ConfigError(f"wandb.project={name}: a name without {' '.join(sorted(found))}")
+
+
 def check_packages(mode: str, tensorboard: bool) -> None:
     """ConfigError where a package that a tracker needs is not installed."""
     for package, needed, said, off in (

@@ -32,6 +32,8 @@ from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
 from minilm.tracking import AppendLog, MetricsLog, Tracker
 
+MOST = 10**12  # steps, which no run reaches; what counts them is 64 bits wide
+MOST_WINDOWS = 1 << 20  # at a time
 HEALTH_WINDOWS = 2  # enough for means over thousands of rows
 
 #: what `Trainer.restore` reads of a checkpoint's state, and the types that it was saved with
@@ -81,8 +83,11 @@ class TrainConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"train.{key}={value}: a positive whole number")
         for key in ("max_steps", "sample_tokens", "skip_nonfinite"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"train.{key}={getattr(self, key)}: a whole number, 0 or more")
+            if not 0 <= getattr(self, key) <= MOST:
+                raise ConfigError(f"train.{key}={getattr(self, key)}: a whole number from 0 to {MOST:,}")
+        for key in ("batch_size", "eval_batch_size"):
+            if getattr(self, key) > MOST_WINDOWS:
+                raise ConfigError(f"train.{key}={getattr(self, key)}: at most {MOST_WINDOWS:,} windows")
         if self.grad_clip is not None and not self.grad_clip > 0:
             raise ConfigError(f"train.grad_clip={self.grad_clip}: a positive number, or null for no clipping")
 
@@ -258,10 +263,14 @@ class Trainer:
 
     def _sample(self) -> None:
         c = self.config
-        if not c.sample_tokens or self.model.mask.lookahead:
+        ahead = self.model.mask.lookahead
+        if not c.sample_tokens or ahead == float("inf"):
             return
         prompt = sample_prompt(c.sample_prompt, self.tokenizer, self.data)
-        generator = Generator(self.model, Sampler(temperature=0.8, top_k=50))
+        if len(prompt) < ahead:  # a prefix is read as a whole: the text's own beginning
+            prompt = [*prompt, *self.data.train[: int(ahead) - len(prompt)].tolist()]
+        cached = 2 * ahead <= self.block_size  # else a full context would leave less than the prefix
+        generator = Generator(self.model, Sampler(temperature=0.8, top_k=50), cache=cached)
         ids = list(prompt)
         for chosen in generator.tokens([prompt], c.sample_tokens, seed=self.seed + self.step):
             ids.append(int(chosen[0]))

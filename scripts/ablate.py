@@ -5,7 +5,7 @@ import sys
 from minilm.config import Command, script
 
 
-@script("ablate", for_others=True)
+@script("ablate", for_others=True, keeps=False)
 def main(command: Command) -> None:
     from minilm.lab.run import ablate  # late: --help and a misspelt key need no torch
 

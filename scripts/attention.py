@@ -3,7 +3,7 @@
 from minilm.config import Command, script
 
 
-@script("maps")
+@script("maps", keeps=False)
 def main(command: Command) -> None:
     from minilm.maps import draw  # late: --help and a misspelt key need no torch
 

@@ -3,7 +3,7 @@
 from minilm.config import Command, script
 
 
-@script("convert")
+@script("convert", keeps=False)
 def main(command: Command) -> None:
     from minilm.convert import convert  # late: --help and a misspelt key need no torch
 

@@ -3,7 +3,7 @@
 from minilm.config import Command, script
 
 
-@script("evaluate")
+@script("evaluate", keeps=False)
 def main(command: Command) -> None:
     from minilm.score import score  # late: --help and a misspelt key need no torch
 

@@ -3,7 +3,7 @@
 from minilm.config import Command, script
 
 
-@script("generate")
+@script("generate", keeps=False)
 def main(command: Command) -> None:
     from minilm.say import say  # late: --help and a misspelt key need no torch
 

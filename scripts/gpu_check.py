@@ -202,6 +202,12 @@ def decodes_fast(device: torch.device) -> None:
 
 
 def main() -> int:
+    if words := sys.argv[1:]:
+        if words[0] in ("--help", "-h"):
+            print(__doc__)
+            return 0
+        print(f"gpu_check: {words[0]}: it takes no words; --help says what it checks", file=sys.stderr)
+        sys.exit(2)
     if not torch.cuda.is_available():
         print(
             "gpu_check: no CUDA device here; skipped which SDPA kernel runs, the backends' agreement, "

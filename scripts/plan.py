@@ -3,7 +3,7 @@
 from minilm.config import Command, script
 
 
-@script("plan")
+@script("plan", keeps=False)
 def main(command: Command) -> None:
     from minilm.plan import plan  # late: --help and a misspelt key need no torch
 

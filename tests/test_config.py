@@ -219,23 +219,23 @@ KNOWN = [
     ],
 )
 def test_a_misspelt_key_is_told_the_nearest(key, says):
-    assert config._nearest(key, KNOWN) == says
+    assert config._nearest(key, KNOWN, config._groups("train")) == says
 
 
 def test_ctrl_c_is_no_fault_of_ours(capsys):
-    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("train"):
+    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("train", "train"):
         raise KeyboardInterrupt
     assert stop.value.code == 130
     assert capsys.readouterr().err == "train: interrupted\n"
 
 
 def test_a_mistake_is_one_line_and_status_2(capsys):
-    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("train"):
+    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("train", "train"):
         raise ConfigError("data.path=x:\n  no such   file")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "train: data.path=x: no such file\n"
 
 
 def test_a_fault_of_ours_is_not_hidden():
-    with pytest.raises(ZeroDivisionError), config.mistakes_in_one_line("train"):
+    with pytest.raises(ZeroDivisionError), config.mistakes_in_one_line("train", "train"):
         raise ZeroDivisionError

@@ -1,5 +1,7 @@
 """Generated tokens: with the cache and without, against a plain loop, at and past the end of the context."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -40,10 +42,10 @@ MASKS = {
 LENGTHS = [1, T - 1, T, T + 1, 5 * T // 2]
 
 
-def make(position="rope", mask=Causal(), vocab_size=V, dtype=torch.float64):  # noqa: B008 (frozen)
+def make(position="rope", mask=Causal(), vocab_size=V, dtype=torch.float64, dropout=0.0):  # noqa: B008
     """A model whose weights are so large that each token matters to what follows."""
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=vocab_size, block_size=T, n_layer=2, n_head=H, n_embd=C)
+    config = GPTConfig(vocab_size=vocab_size, block_size=T, n_layer=2, n_head=H, n_embd=C, dropout=dropout)
     attention = lambda: MultiHeadAttention(C, n_head=H, mask=mask)  # noqa: E731
     model = GPT(config, position=POSITIONS[position](), attention=attention).to(dtype)
     for p in model.parameters():
@@ -347,3 +349,24 @@ def test_an_empty_prompt_with_nothing_to_begin_at_is_refused():
 def test_a_character_that_was_never_seen_is_named():
     with pytest.raises(ConfigError, match=r"'É' \(U\+00C9\)"):
         encode_prompt(Char("abc"), "abÉ")
+
+
+# ---- several threads ----
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["to use", "in training"])
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5)], ids=["causal", "rolling"])
+def test_threads_that_share_a_model_write_what_one_does(mask, training):
+    """In training it has dropout, which no thread may switch on again while another generates."""
+    model = make(mask=mask, dropout=0.5).train(training)
+    prompts = [[[1 + i, 2, 3], [4]] for i in range(6)]
+
+    def work(i):
+        return torch.stack(list(Generator(model, Sampler(top_k=5)).tokens(prompts[i], 40, seed=i)))
+
+    alone = [work(i) for i in range(6)]
+    with ThreadPoolExecutor(max_workers=6) as pool:
+        together = list(pool.map(work, range(6)))
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
+    assert model.training is training

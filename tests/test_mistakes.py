@@ -1,103 +1,27 @@
-"""What people type wrong, and the one line that each of them reads.
+"""What people type wrong, and the one line that each of them reads: the table is in mistakes.py.
 
-Each row is a command line of scripts/train.py or scripts/generate.py, after the arguments of a small run that is
-right, and what the message must say: the key or file, the value found, and what would be right. Nothing may be
-printed beside it, no file may be left where the script was started, and the exit status is 2.
+Nothing is printed beside the line, no file is left where the script was started, and the exit status is 2.
 """
 
+import os
 import shutil
 import subprocess
 import sys
+import time
+from statistics import median
 
+import mistakes
 import pytest
-from conftest import ROOT, script_as_typed
+from conftest import ROOT, Result, script_as_typed
 
-# {files} is a folder of bad files, {run} a trained model
-TRAIN = {
-    # keys
-    "train.max_step=5": "train.max_step: no such key; did you mean train.max_steps?",
-    "+train.max_step=5": "train.max_step: no such key; did you mean train.max_steps?",
-    "lr=1e-3": "lr: no such key; did you mean optim.lr?",
-    "modle=micro": "modle: no such key; did you mean model?",
-    "prompt=Once": "prompt: no such key; the top level has",
-    "mask.window=8": "mask.window: no such key; only mask=sliding has it",
-    "hydra.job.nmae=x": "hydra.job.nmae: Key 'nmae' not in 'JobConf'",
-    "~train.keep": "train.keep has been taken away",
-    "wandb=online": "wandb is a section, no value: set one of its keys, such as wandb.mode=…",
-    "train.max_steps": "train.max_steps: expected key=value",
-    "--train.max_steps=5": "--train.max_steps=5: no such option; to set a key say it without dashes, train.max_steps=…",
-    "--config-dir {files} recipe=unknown": "modle.n_layer: no such key; did you mean model.n_layer?",
-    "--config-dir {files} recipe=misspelt": "train.max_step: no such key; did you mean train.max_steps?",
-    "--config-dir {files} recipe=group": "positon: no such key; did you mean position?",
-    "--config-dir {files} recipe=choice": "position=ropee: did you mean rope?",
-    "--config-dir {files} recipe=torn": 'recipe/torn.yaml", line 2',
-    # choices
-    "position=ropee": "position=ropee: did you mean rope? expected one of alibi, learned, none, rope, rope_str",
-    "mask=null": "mask=null: expected one of causal, none",
-    "data=my.txt": "data=my.txt: expected one of file, ",
-    "mask._target_=os.system": "mask._target_=os.system: expected a Mask of minilm",
-    "attention.scale=big": "attention.scale=big: expected sqrt, none, inverse or a positive number",
-    # types and ranges
-    "optim.lr=fast": "optim.lr=fast: expected a number",
-    "optim.betas=[0.9]": "optim.betas=[0.9]: expected [a number, a number]",
-    "train.batch_size=1.5": "train.batch_size=1.5: expected a whole number",
-    "train.max_steps=1e3": "train.max_steps=1000.0: expected a whole number",
-    "seed=1,2": "seed=1,2: several runs need -m",
-    "seed=-1": "seed=-1: a whole number from 0",
-    "seed=${{nothing}}": "seed: Interpolation key 'nothing' not found",
-    "compile=maybe": "compile=maybe: expected true, false or strict",
-    # combinations
-    "model.n_head=3 model.n_embd=64": "model.n_head=3 must divide model.n_embd=64; try model.n_head=",
-    "schedule.warmup=30": "schedule.warmup=30 is longer than the run, train.max_steps=20",
-    "model.block_size=9000": "the training text has 5400 tokens, model.block_size=9000 needs at least 9001",
-    "train.sample_prompt=Été": "train.sample_prompt: tokenizer=char: 'É' (U+00C9)",
-    # files
-    "data.path=???": "data.path has no value: say data.path=…",
-    "data.path=nowhere.txt": "data.path=nowhere.txt: cannot be read (No such file or directory)",
-    "data.path={files}": "cannot be read (Is a directory)",
-    "data.path={files}/empty.txt": "empty.txt: the file is empty",
-    "data.path={files}/latin-1.txt": "latin-1.txt: not UTF-8 at byte 3 (0xe9)",
-    "data.path={files}/short.txt": "the validation text has 2 tokens, model.block_size=16 needs at least 17",
-    "out_dir={run}": "holds a run already: say resume=auto to go on with it, or name another",
-    "resume=nowhere": "no checkpoint at nowhere: there is no such folder",
-    "resume=auto": "resume=auto looks for checkpoints in out_dir: name it",
-    "resume={run} model.n_layer=2": "model.n_layer=2: the run to resume has 1, and a resumed run cannot change it",
-    "resume={files}/damaged": "model.safetensors is damaged",
-    "init_from=nowhere": "no checkpoint at nowhere: there is no such folder",
-    "init_from={files}/damaged": "model.safetensors is damaged",
-    "init_from={run} model.n_embd=32": "has 16, and its weights fit nothing else; leave it out",
-    "init_from={run} resume={run}": "a resumed run goes on from its own checkpoint",
-    "tokenizer=file tokenizer.path=nowhere": "tokenizer.path=nowhere: nowhere cannot be read (No such file",
-    # trackers
-    "wandb.mode=onlin": "wandb.mode=onlin: expected disabled or offline or online",
-    "tensorboard=2": "tensorboard=2: expected true or false",
-    # machines
-    "device=cuda:99": "device=cuda:99: this machine has",
-    "precision=fp16": "precision=fp16 needs a CUDA device, this is cpu",
-    "threads=0": "threads=0: a positive whole number",
-}  # fmt: skip
-GENERATE = {
-    "chekpoint=x": "chekpoint: no such key; did you mean checkpoint?",
-    "max_tokens=5": "max_tokens: no such key; did you mean max_new_tokens?",
-    "--temperature=1": "--temperature=1: no such option; to set a key say it without dashes, temperature=…",
-    "checkpoint=nowhere": "no checkpoint at nowhere: there is no such folder",
-    "checkpoint={files}": "no checkpoint at",
-    "checkpoint={files}/empty.txt": "this is a file",
-    "checkpoint={files}/damaged": "model.safetensors is damaged",
-    "prompt=Hi_日本": "'日' (U+65E5), '本' (U+672C) not among the",
-    "prompt=[]": "prompt=[]: give at least one prompt",
-    "prompt=a prompt_file={files}/short.txt": "prompt and prompt_file are both given",
-    "prompt_file=nowhere.txt": "prompt_file=nowhere.txt: cannot be read",
-    "prompt_file={files}/latin-1.txt": "latin-1.txt: not UTF-8 at byte 3",
-    "temperature=nan": "temperature=nan must be a number >= 0",
-    "top_k=-1": "top_k=-1 must be a whole number >= 0",
-    "overflow=wrap": "overflow=wrap: expected slide or error",
-    "overflow=error max_new_tokens=99": "a prompt of 1 and max_new_tokens=99 exceed the context, block_size=16",
-    "keep=1": "keep=1.0: a share of the context",
-    "stop=": "stop=[''] must be texts of one character or more",
-    "cache=2": "cache=2: expected true or false",
-    "device=cuda:99": "device=cuda:99: this machine has",
-}  # fmt: skip
+SLOWEST = 3  # a refusal, over the time of importing torch
+
+
+def rows(table):
+    return [(script, row, says) for script, found in table.items() for row, says in found.items()]
+
+
+ROWS, MORE = rows(mistakes.ROWS), rows(mistakes.MORE)
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +31,10 @@ def files(tmp_path_factory, tiny_run):
     contents = {
         "empty.txt": b"",
         "latin-1.txt": b"caf\xe9",
+        "utf-16.txt": "text".encode("utf-16"),
+        "nul.txt": b"abc\0def",
         "short.txt": b"less than a window..",
+        "words.txt": b"another text than the one that was learned. " * 50,
         "recipe/unknown.yaml": b"# @package _global_\nmodle: {n_layer: 2}\n",
         "recipe/misspelt.yaml": b"# @package _global_\ntrain: {max_step: 2}\n",
         "recipe/group.yaml": b"# @package _global_\ndefaults:\n  - override /positon: rope\n",
@@ -126,26 +53,95 @@ def files(tmp_path_factory, tiny_run):
     return folder
 
 
-ROWS = [("train", row, says) for row, says in TRAIN.items()] + [
-    ("generate", row, says) for row, says in GENERATE.items()
-]
+@pytest.fixture(scope="session")
+def places(tmp_path_factory, tiny, tiny_run, plain_run, files, forked):
+    """What the braces of a row stand for."""
+    folder = tmp_path_factory.mktemp("others")
+    others = {"nomask": "mask=none", "prefix": "mask=prefix", "linear": "attention=linear"}
+    for name, word in others.items():
+        made = forked("train", *tiny, word, "train.max_steps=2", f"out_dir={name}", cwd=folder)
+        assert made.status == 0, made.err
+    return {"files": files, "run": tiny_run[0], "plain": plain_run} | {name: folder / name for name in others}
 
 
-@pytest.mark.parametrize(("name", "row", "says"), ROWS, ids=[f"{name} {row}" for name, row, _ in ROWS])
-def test_a_mistake_is_one_line(call, monkeypatch, tmp_path, tiny, tiny_run, files, name, row, says):
+@pytest.fixture
+def refused(monkeypatch, tmp_path, tiny, places):
+    """refused(run, script, row, says): holds that the row ends with its one line, and nothing else happened."""
     monkeypatch.chdir(tmp_path)
-    right = tiny if name == "train" else [f"checkpoint={tiny_run[0]}", "threads=1", "device=cpu"]
-    wrong = row.format(files=files, run=tiny_run[0]).split(" ")
-    before = {path: path.stat().st_mtime_ns for path in tiny_run[0].rglob("*")}
-    result = call(name, *right, *wrong)
+
+    def check(run, script, row, says):
+        right = (tiny if script in mistakes.TRAINERS else []) + mistakes.RIGHT[script]
+        words = [word.format(**places) for word in [*right, *row.split(" ")]]
+        variables = [word for word in words if word.partition("=")[0].replace("_", "").isupper()]
+        for variable in variables:
+            monkeypatch.setenv(*variable.split("=", 1))
+        before = state(places.values())
+        result = run(script, *(word for word in words if word not in variables))
+        assert (result.status, result.out) == (2, ""), result.err
+        assert result.err.endswith("\n")
+        assert len(result.err.splitlines()) == 1, result.err
+        assert result.err.startswith(f"{script}: ")
+        assert says.format(**places) in result.err
+        assert list(tmp_path.iterdir()) == []
+        assert state(places.values()) == before
+
+    return check
+
+
+def state(folders):
+    return {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("script", "row", "says"), ROWS, ids=[f"{script} {row}" for script, row, _ in ROWS])
+def test_a_mistake_is_one_line(refused, call, script, row, says):
+    refused(call, script, row, says)
+
+
+@pytest.mark.slow
+def test_every_mistake_as_typed_within_the_time_of_an_import(refused, tmp_path, monkeypatch):
+    """All rows as processes of their own, timed beside imports of torch."""
+
+    def timed(*command):
+        began = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
+        return time.monotonic() - began, Result(done.returncode, done.stdout, done.stderr)
+
+    imports, taken = [], {}
+    for number, (script, row, says) in enumerate(ROWS + MORE):
+        if number % 10 == 0:
+            imports.append(timed(sys.executable, "-c", "import torch")[0])
+
+        def run(name, *words, row=row):
+            taken[name, row], result = timed(sys.executable, str(ROOT / "scripts" / f"{name}.py"), *words)
+            return result
+
+        with monkeypatch.context():
+            refused(run, script, row, says)
+    whole = median(imports)
+    print(f"\n{len(taken)} mistakes; torch is imported in {whole:.2f} s")
+    for (script, row), seconds in sorted(taken.items(), key=lambda pair: -pair[1])[:10]:
+        print(f"  {seconds / whole:.2f} of that: {script} {row}")
+    assert median(taken.values()) <= SLOWEST * whole
+    assert sorted(taken.values())[len(taken) * 9 // 10] <= SLOWEST * whole
+
+
+def test_a_sweep_says_which_jobs_were_refused_and_runs_the_others(forked, tiny, tmp_path):
+    words = [*tiny, "train.max_steps=2", "out_dir=sweep"]
+    result = forked("train", "-m", "optim.lr=0.1,fast", "seed=1,-1", *words, cwd=tmp_path)
     assert result.status == 2
-    assert result.out == ""
-    assert result.err.endswith("\n")
-    assert len(result.err.splitlines()) == 1, result.err
-    assert result.err.startswith(f"{name}: ")
-    assert says in result.err
-    assert list(tmp_path.iterdir()) == []
-    assert {path: path.stat().st_mtime_ns for path in tiny_run[0].rglob("*")} == before
+    assert result.err.splitlines() == [
+        "train: optim.lr=0.1 seed=-1: seed=-1: a whole number from 0 to 2^63 - 1",
+        "train: optim.lr=fast seed=1: optim.lr=fast: expected a number",
+        "train: optim.lr=fast seed=-1: seed=-1: a whole number from 0 to 2^63 - 1",
+    ]
+    assert [path.parent.name for path in tmp_path.glob("sweep/*/metrics.jsonl")] == ["0"]
+
+
+def test_a_sweep_of_a_script_that_keeps_nothing_leaves_nothing(call, monkeypatch, tmp_path, tiny_run):
+    monkeypatch.chdir(tmp_path)
+    words = [f"checkpoint={tiny_run[0]}", "threads=1", "device=cpu", "max_new_tokens=2"]
+    result = call("generate", "-m", "seed=1,2", *words)
+    assert (result.status, result.err.count("decode 1 tokens"), list(tmp_path.iterdir())) == (0, 2, [])
 
 
 def test_without_a_model_the_message_says_where_it_was_looked_for(call, monkeypatch, tmp_path):

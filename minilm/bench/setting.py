@@ -1,5 +1,6 @@
 """A configuration on this machine: what plans and benches start from."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -13,12 +14,36 @@ from minilm.cost import Cost, Memory
 from minilm.errors import ConfigError
 from minilm.model import GPT
 from minilm.optim import Optim
-from minilm.runtime import DTYPES, resolve_device, resolve_precision, set_threads
+from minilm.runtime import (
+    DTYPES,
+    Compile,
+    Precision,
+    check_seed,
+    resolve_device,
+    resolve_precision,
+    set_threads,
+)
+from minilm.schedule import Schedule
+from minilm.tokenizer import BPE
 from minilm.training import TrainConfig
 
 #: what the published encodings hold; other tokenizers know their size, or learn it from the text
 VOCABULARIES = {"gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
 CHAR = 65  # the alphabet of tiny Shakespeare
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Of the top level of configs/train.yaml, what a plan or bench goes by."""
+
+    seed: int
+    device: str
+    precision: Precision
+    threads: int | None
+    compile: Compile
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -34,10 +59,13 @@ class Setting:
     @classmethod
     def of(cls, config: dict[str, Any]) -> Self:
         """Raises ConfigError for a device, precision or vocabulary that is not to be had."""
-        set_threads(config["threads"])
-        device = resolve_device(config["device"])
+        options = MachineConfig(
+            **check(MachineConfig, {key: config[key] for key in MachineConfig.__annotations__}, "")
+        )
+        set_threads(options.threads)
+        device = resolve_device(options.device)
         vocab_size, source = resolve_vocab_size(config)
-        return cls(config, vocab_size, source, device, resolve_precision(config["precision"], device))
+        return cls(config, vocab_size, source, device, resolve_precision(options.precision, device))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,6 +111,7 @@ class Run:
     def of(cls, setting: Setting) -> Self:
         """The run that the configuration of a setting asks for. Raises ConfigError where it asks for none."""
         train = TrainConfig(**check(TrainConfig, setting.config["train"], "train"))
+        construct(setting.config, "schedule", Schedule).check(train.max_steps)
         return cls(setting, train, type(construct(setting.config, "optim", Optim)).__name__)
 
     @property
@@ -117,14 +146,19 @@ def resolve_vocab_size(config: dict[str, Any]) -> tuple[int, str]:
     kind = str(options.get("_target_")).rpartition(".")[2]
     if said is not None:
         if type(said) is not int or said < 1:
-            raise ConfigError(f"vocab_size={said}: a positive whole number, or null for the tokenizer's own")
+            raise ConfigError(
+                f"vocab_size={json.dumps(said)}: a positive whole number, or null for the tokenizer's own"
+            )
         return said, "as given"
     if kind == "Char":
         return CHAR, "a guess: characters are counted in the text; vocab_size=… says better"
     if kind == "Byte":
         return 256, "all bytes"
-    if kind == "BPE" and type(options.get("vocab_size")) is int:
-        return options["vocab_size"], "tokenizer.vocab_size"
+    if kind == "BPE":
+        size = check(BPE.fit, {"vocab_size": options.get("vocab_size")}, "tokenizer")["vocab_size"]
+        if size < 257:
+            raise ConfigError(f"tokenizer.vocab_size={size}: 257 or more, all bytes and an end token")
+        return size, "tokenizer.vocab_size"
     if options.get("name") in VOCABULARIES:
         return VOCABULARIES[options["name"]], f"that of {options['name']}"
     raise ConfigError(f"tokenizer={kind}: its size is not known without the text, say vocab_size=…")

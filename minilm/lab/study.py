@@ -22,9 +22,10 @@ from minilm.cost import Cost
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.finetune import start_from
-from minilm.launch import Parts
+from minilm.launch import Parts, rooted
 from minilm.runtime import check_seed
 
+MOST_SEEDS = 1000
 TOLERANCE = 0.02  # of matched costs
 ASIDE = {
     "resume",
@@ -52,6 +53,8 @@ class StudyConfig:
     evaluate_at: list[int]
 
     def __post_init__(self) -> None:
+        if self.name in ("", ".", "..") or "/" in self.name:
+            raise ConfigError(f"study.name={self.name}: it names a folder, give it without /")
         if any(n < 1 for n in self.evaluate_at):
             raise ConfigError(
                 f"study.evaluate_at={self.evaluate_at}: whole numbers from 1 on, such as [1,2,4]"
@@ -220,6 +223,8 @@ def _short(word: str) -> str:
 
 
 def _seeds(said: int | list[int]) -> list[int]:
+    if isinstance(said, int) and not 1 <= said <= MOST_SEEDS:
+        raise ConfigError(f"seeds={said}: how many, from 1 to {MOST_SEEDS}, or a list of different ones")
     seeds = list(range(1, said + 1)) if isinstance(said, int) else said
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds={said}: how many, or a list of different ones")
@@ -261,7 +266,9 @@ def _variant(name: str, own: list[str], words: list[str], seed: int) -> Variant:
         )
     setting = Setting.of(config | {"vocab_size": parts.tokenizer.vocab_size})
     run = Run(setting, parts.train, type(parts.optim).__name__)
-    return Variant(name, tuple(own), tuple(words), config, run, data.source, data.floor, model.mask.lookahead)
+    return Variant(
+        name, tuple(own), tuple(words), rooted(config), run, data.source, data.floor, model.mask.lookahead
+    )
 
 
 def _again(variant: Variant, word: str, seed: int) -> Variant:
@@ -355,7 +362,7 @@ def _check_folder(job: Job) -> None:
     path = job.folder / "config.yaml"
     if not path.exists():
         return
-    then = yaml.safe_load(path.read_text(encoding="utf-8"))
+    then = rooted(yaml.safe_load(path.read_text(encoding="utf-8")))
     now = job.variant.config | {"seed": job.seed}
     for section in sorted((set(then) | set(now)) - ASIDE):
         for key, old, new in differences(section, then.get(section), now.get(section)):
