@@ -99,9 +99,9 @@ STRIKES = {
     "Ctrl-C": (lambda: presses(signal.SIGINT, 1), (), ()),
     "Ctrl-C twice": (lambda: presses(signal.SIGINT, 2), (), KeyboardInterrupt),
 }
-# at which operations: from half of the run on, that is in the second checkpoint, which takes the place of the first;
-# with -m slow at every one, a signal from where training begins
-STRIDES = {"SIGTERM": 11, "Ctrl-C": 11, "Ctrl-C twice": 4}
+# at which operations: at some from half of the run on, that is in the second checkpoint, which takes the place of the
+# first; with -m slow at every one, a signal from where training begins
+STRIDES = {"SIGKILL": 2, "disk full": 2, "SIGTERM": 16, "Ctrl-C": 16, "Ctrl-C twice": 6}
 
 
 @pytest.mark.parametrize("name", STRIKES)
@@ -109,18 +109,18 @@ STRIDES = {"SIGTERM": 11, "Ctrl-C": 11, "Ctrl-C twice": 4}
 def test_a_run_goes_on_as_if_unbroken_whatever_struck_at_any_operation_of_the_disk(
     tmp_path, monkeypatch, capsys, unbroken, name, all_of_them
 ):
-    """A kill and a full disk at each operation; a write stops in its middle. From there on nothing more happens on
-    the disk, or nothing that takes room. Signals at some of them, since they wait for the end of a step.
+    """A write stops in its middle; after a kill nothing more happens on the disk, and while it is full nothing that
+    takes room. Signals wait for the end of a step.
     """
     stand_ins(monkeypatch)
     whole, operations = unbroken
     strike, only, ends = STRIKES[name]
     expected, kinds = contents(whole), [kind for kind in operations if not only or kind in only]
-    first = len(kinds) // 2 if not all_of_them else 5 if name in STRIDES else 1
+    first = len(kinds) // 2 if not all_of_them else 1 if ends in (Killed, OSError) else 5
     assert {"open", "write", "mkdir", "symlink"} <= set(kinds)
     assert only or {"fsync", "rename", "replace", "unlink", "rmdir"} <= set(kinds)
     broken = 0
-    moments = range(first, len(kinds) + 1, 1 if all_of_them else STRIDES.get(name, 1))
+    moments = range(first, len(kinds) + 1, 1 if all_of_them else STRIDES[name])
     for at in moments:
         run, saved = tmp_path / str(at), []
         try:
@@ -133,7 +133,7 @@ def test_a_run_goes_on_as_if_unbroken_whatever_struck_at_any_operation_of_the_di
         assert_whole(run, saved[-1] if saved else 0)
         trained(run, Disk(), [])
         assert same(contents(run), expected), f"{name} at {at}, {kinds[at - 1]}"
-    assert broken > 10 or not ends
+    assert broken > 5 or not ends
     if all_of_them:
         with capsys.disabled():
             print(f"\n{name} at {len(moments)} operations, of which {broken} ended the run at once")

@@ -37,7 +37,7 @@ def tree(folder):
 # ---- disks ----
 
 
-@pytest.mark.parametrize("at", [1, 9, 30, 60])
+@pytest.mark.parametrize("at", [1, pytest.param(9, marks=pytest.mark.slow), 60])
 def test_a_full_disk_is_one_line_that_names_the_last_good_step(call, tiny, tiny_run, here, at):
     """At the run's first file, in its first steps, and in its checkpoints; once there is room, it goes on."""
     disk = Disk(at, full, GROWING)
@@ -105,7 +105,6 @@ def test_a_second_run_in_a_folder_is_refused(forked, tiny, tiny_run, tmp_path, w
     assert before.items() <= {
         path: stamp for path, stamp in tree(tmp_path).items() if path != folder
     }.items() | {(folder, before[folder])}
-    assert forked("train", *tiny, *words, cwd=tmp_path).status == 0  # now that it is let go
 
 
 # ---- memory ----
