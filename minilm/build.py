@@ -61,10 +61,6 @@ def check(call: Callable, options: dict[str, Any], section: str, exclude: Any = 
         for name, p in inspect.signature(call).parameters.items()
         if name in hints and name not in exclude
     }
-    for name, parameter in parameters.items():
-        needed = parameter.default is parameter.empty and parameter.kind.name.endswith(("ONLY", "OR_KEYWORD"))
-        if needed and name not in options:
-            raise ConfigError(f"{prefix}{name} has no value: expected {_wanted(hints[name])}")
     for name in options:
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters, n=1)
@@ -74,6 +70,10 @@ def check(call: Callable, options: dict[str, Any], section: str, exclude: Any = 
                 else f"it takes {', '.join(parameters) or 'none'}"
             )
             raise ConfigError(f"{prefix}{name}: no such key here; {hint}")
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind.name.endswith(("ONLY", "OR_KEYWORD"))
+        if needed and name not in options:
+            raise ConfigError(f"{prefix}{name} has no value: expected {_wanted(hints[name])}")
     fields: dict[str, Any] = {name: (hints[name], ...) for name in options}
     schema = create_model("Options", __config__=STRICT, **fields)
     try:
@@ -168,7 +168,7 @@ def sketch(config: dict[str, Any], vocab_size: int, tensors: int, source: Path) 
     """
     for section in ("model", "attention", "mask", "position"):
         if not isinstance(config.get(section), dict):
-            raise ConfigError(f"{source}: its configuration has no section {section}")
+            raise ConfigError(f"{source}: config.yaml has no section {section!r}")
     n_layer = config["model"].get("n_layer")
     if isinstance(n_layer, int) and n_layer > tensors:
         raise ConfigError(f"{source}: {n_layer} layers, and {tensors} tensors for them")
