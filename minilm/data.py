@@ -57,8 +57,11 @@ class Tales(Corpus):
         facts = repr((self.seed, self.n_bytes, *map(sha256_of, sources)))
         path = ROOT / "data" / "cache" / f"tales-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npz"
         if path.exists():
-            with np.load(path) as saved:
-                return tales.Tales(saved["text"].tobytes().decode(), saved["nats"])
+            try:
+                with np.load(path) as saved:
+                    return tales.Tales(saved["text"].tobytes().decode(), saved["nats"])
+            except Exception:  # whatever zip, its packing and numpy make of a damaged file
+                warnings.warn(f"{path}: damaged, and made anew", stacklevel=2)
         made = tales.generate(self.seed, self.n_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = np.frombuffer(made.text.encode(), np.uint8)

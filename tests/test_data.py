@@ -103,6 +103,23 @@ def test_tales_are_written_once_and_read_back_the_same(tmp_path, monkeypatch):
         Tales(n_bytes=2000, seed=2).read()
 
 
+@pytest.mark.parametrize("damage", ["a bit", "cut short", "empty"])
+def test_damaged_tales_are_written_anew(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr("minilm.data.ROOT", tmp_path)
+    first = Tales(n_bytes=2000)
+    text = first.read()
+    (path,) = tmp_path.rglob("*.npz")
+    raw = path.read_bytes()
+    middle = len(raw) // 2
+    flipped = raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]
+    path.write_bytes({"a bit": flipped, "cut short": raw[:-9], "empty": b""}[damage])
+    with pytest.warns(UserWarning, match="damaged, and made anew"):
+        again = Tales(n_bytes=2000)
+        assert again.read() == text
+    assert again.floor(0) == first.floor(0)
+    assert Tales(n_bytes=2000).read() == text  # and now without a warning
+
+
 def test_the_floor_of_the_tales_is_that_of_the_validation_text():
     corpus = Tales(n_bytes=2000)
     assert corpus.read() == corpus.made.text
