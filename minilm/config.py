@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -39,6 +40,10 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 #: Hydra's launchers, by the extra that brings them
 LAUNCHERS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}
+
+#: how long the other processes of torchrun leave a mistake, which all of them meet, to the first one to tell; torchrun
+#: ends them as soon as that has ended
+MAIN_SECONDS = 30
 
 #: keys whose value is taken as it was typed, with its commas, numbers and spaces, unless it is quoted or a [list]
 TEXTS = ("prompt", "stop", "train.sample_prompt")
@@ -148,7 +153,10 @@ def mistakes_in_one_line(name: str, called: str) -> Iterator[None]:
     except JobFailed:
         sys.exit(2)
     except (ConfigError, HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
-        print(f"{called}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.environ.get("RANK") != "0":
+            time.sleep(MAIN_SECONDS)
+        else:
+            print(f"{called}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
         sys.exit(2)
     except ValueError as error:
         if not _raised_in_hydra(error):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minilm.model import GPT
+from minilm.parallel import ALONE, World
 from minilm.runtime import inference
 
 
@@ -21,6 +23,7 @@ def evaluate(
     stride: int | None = None,
     autocast: AbstractContextManager | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    world: World = ALONE,
 ) -> float:
     """Mean nats per token of `tokens` (N,), each but the first predicted once.
 
@@ -32,15 +35,19 @@ def evaluate(
     total, count, done = 0.0, 0, 0
     all_windows = whole_windows(len(tokens), block_size, stride or block_size) + 1
     with inference(model), autocast or nullcontext():
-        for inputs, targets in windows(tokens, block_size, batch_size, stride):
+        batches = windows(tokens, block_size, batch_size, stride)
+        while turn := list(islice(batches, world.size)):
+            # all read at the same time: a process for which no batch is left reads the last once more, and counts none
+            inputs, targets = turn[min(world.rank, len(turn) - 1)]
             logits = at_least_float32(model(inputs.to(device)))
             targets = model.hide_leaks(targets).to(device).flatten()
             losses = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1, reduction="none")
-            total += losses.double().sum().item()
-            count += int((targets >= 0).sum())
-            done += len(inputs)
+            if world.rank < len(turn):
+                total += losses.double().sum().item()
+                count += int((targets >= 0).sum())
+            done += sum(len(inputs) for inputs, _ in turn)
             progress(done, all_windows)
-    return total / count
+    return world.sum(total) / world.sum(count)
 
 
 def perplexity(loss: float) -> float:

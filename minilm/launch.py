@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import warnings
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -23,21 +24,22 @@ from minilm.errors import ConfigError
 from minilm.files import held, write_atomic
 from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
+from minilm.model import GPT
 from minilm.optim import Optim, load_states
+from minilm.parallel import ALONE, Parallel, World, joined
 from minilm.runtime import (
     Compile,
     Precision,
     check_seed,
     compile_model,
-    resolve_device,
     resolve_precision,
     set_deterministic,
     set_threads,
 )
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
-from minilm.tracking import check_packages, check_project, start_trackers, start_wandb
-from minilm.training import TrainConfig, Trainer, sample_prompt
+from minilm.tracking import Elsewhere, Trackers, check_packages, check_project, start_trackers, start_wandb
+from minilm.training import REQUEUE, TrainConfig, Trainer, sample_prompt
 from minilm.trouble import machine_trouble
 
 #: what a resumed run may change; everything else makes another run
@@ -47,6 +49,7 @@ MAY_CHANGE = (
     "schedule",
     "wandb",
     "tensorboard",
+    "parallel",
     "device",
     "precision",
     "threads",
@@ -86,6 +89,7 @@ class Parts:
     schedule: Schedule
     optim: Optim
     wandb: dict[str, Any]
+    parallel: Parallel
     device: torch.device
     precision: str
     corpus: Corpus
@@ -93,20 +97,28 @@ class Parts:
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, settings: dict[str, Any], begins: Checkpoint | None = None) -> Self:
-        """All of it checked and built; the tokenizer is that of the checkpoint that the run begins with, if any.
+    def of(cls, settings: dict[str, Any], begins: Checkpoint | None = None, world: World = ALONE) -> Self:
+        """All of it checked and built, for one process of `world`; the tokenizer is that of the checkpoint that the run
+        begins with, if any.
 
         Raises ConfigError, and writes nothing.
         """
         options = options_of(settings)
         train = TrainConfig(**check(TrainConfig, settings["train"], "train"))
+        if train.batch_size % world.size:
+            fewer = train.batch_size // world.size * world.size
+            raise ConfigError(
+                f"train.batch_size={train.batch_size}: {world.size} processes cannot share so many windows equally; "
+                f"say {fewer or world.size} or {fewer + world.size}, or start another number of processes"
+            )
         schedule = construct(settings, "schedule", Schedule)
         schedule.check(train.max_steps)
         optim = construct(settings, "optim", Optim)
         wandb = check(start_wandb, settings["wandb"], "wandb", exclude=("config", "run_dir", "run_id"))
         check_project(wandb["project"])
         check_packages(wandb["mode"], options.tensorboard)
-        device = resolve_device(options.device)
+        parallel = construct(settings, "parallel", Parallel)
+        device = world.device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
         set_deterministic(options.deterministic)
@@ -122,7 +134,9 @@ class Parts:
             if begins
             else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
         )
-        return cls(options, train, schedule, optim, wandb, device, precision, corpus, text, tokenizer)
+        return cls(
+            options, train, schedule, optim, wandb, parallel, device, precision, corpus, text, tokenizer
+        )
 
     def tokens(self, block_size: int) -> TokenData:
         """The text as tokens. Raises ConfigError where it is too short, or a sample could not begin."""
@@ -133,47 +147,65 @@ class Parts:
 
 
 def train(command: Command) -> Trainer:
-    """Train as `command` says, from the start or from a checkpoint. Raises ConfigError before anything is written."""
-    with ExitStack() as stack:  # of what ends with the run: its folder is let go
-        return _train(command, stack)
-
-
-def _train(command: Command, stack: ExitStack) -> Trainer:
+    """Train as `command` says, from the start or from a checkpoint: in this process, or with those that were started
+    with it. Raises ConfigError before anything is written.
+    """
     options_of(command.config)
-    started, source = start_from(command)  # the weights of another run, to begin with
-    saved = _find_resumed(command)
-    settings = _merge(saved, command) if saved else started
-    settings = settings | {"wandb": _grouped(settings["wandb"], command)}
-    parts = Parts.of(settings, saved or source)
-    stack.enter_context(machine_trouble(_memory(parts.train, settings)))
-    if begins := saved or source:
-        outline(begins, parts.tokenizer, settings)  # what does not fit is refused before it takes any memory
-    torch.manual_seed(parts.options.seed)
-    model = build_model(settings, parts.tokenizer.vocab_size).to(parts.device)
-    data = parts.tokens(model.config.block_size)
-    optimizers, forward = parts.optim.build(model), compile_model(model, parts.options.compile)
-    if source:
-        load_weights(model, source)
+    parallel = construct(command.config, "parallel", Parallel)
+    # the stack is of what ends with the run: its folder is let go
+    with joined(command.config["device"], parallel.timeout) as world, ExitStack() as stack:
+        trainer = _train(
+            world.share(command), world, stack
+        )  # a folder named by the clock is the main process's
+    if (
+        trainer.stopped_by in REQUEUE
+    ):  # all is saved: now whoever handled that signal before us may requeue the job
+        signal.raise_signal(trainer.stopped_by)  # type: ignore[arg-type]
+    return trainer
+
+
+def _train(command: Command, world: World, stack: ExitStack) -> Trainer:
+    settings, saved, source = world.on_main(lambda: _beginning(command))
+    begins = saved or source
+
+    def build() -> tuple[Parts, GPT, TokenData]:
+        parts = Parts.of(settings, begins, world)
+        stack.enter_context(machine_trouble(_memory(parts.train, settings)))
+        if begins:  # what does not fit is refused before it takes any memory
+            outline(begins, parts.tokenizer, settings)
+        torch.manual_seed(parts.options.seed)
+        model = build_model(settings, parts.tokenizer.vocab_size)
+        return parts, model, parts.tokens(model.config.block_size)
+
+    parts, model, data = world.together(build)
+    world.alike({"data": data.source, "precision": parts.precision})
+    if begins:
+        world.on_main(lambda: load_weights(model, begins))
+    wrapped, hold = parts.parallel.spread(model, model.blocks, parts.device, world)
+    forward = world.together(lambda: compile_model(wrapped, parts.options.compile))
+    optimizers = parts.optim.build(model)
     if saved:
         if saved.state.get("source") != data.source:
-            raise ConfigError("data: the text is not the one that the run to resume was trained on")
-        load_weights(model, saved)
-        load_states(optimizers, saved.state.get("optimizers", []))
+            raise world.refusal("data: the text is not the one that the run to resume was trained on")
+        states = world.spread(saved.state.get("optimizers", []), optimizers)
+        world.together(lambda: load_states(optimizers, states))
 
-    run = _folder_of(saved, command) if saved else _new_folder(command)
-    stack.enter_context(_alone_in(run))
+    run = world.on_main(lambda: _folder_of(saved, command) if saved else _new_folder(command))
+    world.on_main(lambda: stack.enter_context(_alone_in(run)))
     settings = rooted(settings) | {"out_dir": str(run), "resume": None}
     run_id = saved.state.get("wandb_run_id") if saved else None
-    writer = start_trackers(
-        parts.wandb,
-        parts.options.tensorboard,
-        config=settings,
-        run_dir=run,
-        run_id=run_id,
-        step=saved.step if saved else 0,
-    )
-    write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-    _point_latest(run)
+    writer = Trackers([Elsewhere()])
+    if world.main:
+        writer = start_trackers(
+            parts.wandb,
+            parts.options.tensorboard,
+            config=settings,
+            run_dir=run,
+            run_id=run_id,
+            step=saved.step if saved else 0,
+        )
+        write_atomic(run / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        _point_latest(run)
     trainer = Trainer(
         model,
         forward=forward,
@@ -188,6 +220,8 @@ def _train(command: Command, stack: ExitStack) -> Trainer:
         precision=parts.precision,
         writer=writer,
         picture=picture_of(model, parts.tokenizer, settings),
+        world=world,
+        hold=hold,
     )
     if saved:
         trainer.restore(saved)
@@ -224,6 +258,14 @@ def rooted(settings: dict[str, Any]) -> dict[str, Any]:
     if not data.get("path"):
         return settings
     return settings | {"data": data | {"path": os.path.abspath(os.path.expanduser(data["path"]))}}
+
+
+def _beginning(command: Command) -> tuple[dict[str, Any], Checkpoint | None, Checkpoint | None]:
+    """The configuration, the checkpoint to go on from, and the one whose weights a new run begins with."""
+    started, source = start_from(command)
+    saved = _find_resumed(command)
+    settings = _merge(saved, command) if saved else started
+    return settings | {"wandb": _grouped(settings["wandb"], command)}, saved, source
 
 
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
@@ -286,7 +328,7 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
         merged = overlay(command.config | {section: saved.config[section] for section in SECTIONS}, command)
-    merged = merged | {"init_from": begun_from}
+    merged = {"parallel": command.config["parallel"]} | merged | {"init_from": begun_from}
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section in saved.config and section not in MAY_CHANGE:

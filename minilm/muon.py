@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from minilm.parallel import is_sharded, part, whole
+
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that drives singular values towards 1 fastest
 
@@ -14,7 +16,8 @@ class BatchedMuon(Optimizer):
     """For matrices. One step goes along the nearest orthogonal matrix to each one's Nesterov momentum.
 
     Its rate is scaled so that an update has the root mean square of AdamW's (Liu et al. 2025). Matrices of one
-    shape, or its transpose, are orthogonalised together: small ones cost what one does.
+    shape, or its transpose, are orthogonalised together: small ones cost what one does. One that lies in parts in
+    several processes is put together for its step, one at a time.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
@@ -33,10 +36,10 @@ class BatchedMuon(Optimizer):
             steps = torch._foreach_lerp(grads, buffers, group["momentum"])
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for alike in by_shape(params):
-                wide = torch.stack([flat(steps[i]) for i in alike])
+                wide = torch.stack([flat(whole(steps[i])) for i in alike])
                 scale = group["lr"] * 0.2 * max(wide.shape[-2:]) ** 0.5
                 for i, update in zip(alike, orthogonalise(wide), strict=True):
-                    flat(params[i]).sub_(update, alpha=scale)
+                    params[i].sub_(part(upright(update, params[i]), like=params[i]), alpha=scale)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -44,11 +47,16 @@ def flat(x: Tensor) -> Tensor:
     return x.mT if x.shape[0] > x.shape[1] else x
 
 
+def upright(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `flat`."""
+    return x.mT if like.shape[0] > like.shape[1] else x
+
+
 def by_shape(params: list[nn.Parameter]) -> list[list[int]]:
-    """Numbers of the matrices, those of one shape or its transpose together."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    """Numbers of the matrices, those of one shape or its transpose together; one in parts is alone."""
+    groups: dict[tuple, list[int]] = {}
     for i, p in enumerate(params):
-        groups.setdefault((*flat(p).shape, p.dtype), []).append(i)  # type: ignore[arg-type]
+        groups.setdefault((*sorted(p.shape), p.dtype, i if is_sharded(p) else None), []).append(i)
     return list(groups.values())
 
 

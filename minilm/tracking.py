@@ -111,6 +111,12 @@ class Tracker:
         """Mark the run as finished, or as failed with an exit code other than 0."""
 
 
+class Elsewhere(Tracker):
+    """The trackers of another process, which this one helps to make pictures."""
+
+    wants_media = True
+
+
 class Trackers(Tracker):
     """Several at once. One that fails says so once and falls silent; training never stops for it."""
 

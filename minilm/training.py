@@ -1,10 +1,11 @@
 """The loop: update, evaluate, report, save, resume. It knows nothing of the model's insides."""
 
+import os
 import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from minilm.errors import ConfigError
 from minilm.evaluation import at_least_float32, evaluate, perplexity
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
+from minilm.parallel import ALONE, World, local, whole
 from minilm.plots import plot_loss
 from minilm.runtime import autocast, seed_step
 from minilm.sampling import Sampler
@@ -48,6 +50,9 @@ RESTORED: dict[str, tuple[type, ...]] = {
     "samples_position": (int,),
     "wandb_run_id": (str, type(None)),
 }
+
+#: how a queue says that it wants the machine back; a job's runner may handle it, as submitit does
+REQUEUE = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Trainer:
     forward: the model as it is called in training (compiled, perhaps); its parameters are the model's.
     settings: the whole configuration, plain, as it goes into checkpoints. writer: a tracker, which shows the run
     elsewhere. picture: (height, width, 4) uint8 of a sample's ids, for trackers that take pictures; None for none.
+    world: the processes that train together. hold: a context for micro-batches whose gradients may wait for the last.
     """
 
     def __init__(
@@ -116,6 +122,8 @@ class Trainer:
         precision: str,
         writer: Tracker,
         picture: Callable[[list[int]], np.ndarray] | None = None,
+        world: World = ALONE,
+        hold: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.model, self.forward, self.tokenizer, self.data = model, forward, tokenizer, data
         self.optimizers, self.schedule, self.config = optimizers, schedule, config
@@ -126,7 +134,7 @@ class Trainer:
             precision,
             writer,
         )
-        self.picture = picture
+        self.picture, self.world, self.hold = picture, world, hold
         self.run_id = writer.run_id  # what a tracker will know the run by when it goes on
         self.device = next(model.parameters()).device
         self.block_size = model.config.block_size
@@ -140,7 +148,8 @@ class Trainer:
         self.val_loss: float | None = None
         self.resumed: Checkpoint | None = None
         self.saved_at: int | None = None
-        self.stopped_by: int | None = None
+        self.stopped_by: int | None = None  # a signal, as all processes know
+        self.signalled: int | None = None  # one that came to this process
 
     def restore(self, saved: Checkpoint) -> None:
         """Take up a run where its checkpoint left it; model and optimizers have their states already."""
@@ -161,8 +170,9 @@ class Trainer:
     def fit(self) -> None:
         """Train to the end, or until a signal; always leaves a checkpoint of the last whole step."""
         at = self.resumed.state if self.resumed else {}
-        self.metrics = MetricsLog(self.run / "metrics.jsonl", resume_at=at.get("metrics_position", 0))
-        self.samples = AppendLog(self.run / "samples.txt", resume_at=at.get("samples_position", 0))
+        folder = self.run if self.world.main else None
+        self.metrics = MetricsLog(_log(folder, "metrics.jsonl"), resume_at=at.get("metrics_position", 0))
+        self.samples = AppendLog(_log(folder, "samples.txt"), resume_at=at.get("samples_position", 0))
         with (
             self.metrics,
             self.samples,
@@ -173,7 +183,7 @@ class Trainer:
                 self.console.say(
                     "this mask shows each token its own target: the loss is no language-modelling loss"
                 )
-            while self.step < self.config.max_steps and self.stopped_by is None:
+            while not self._stopped() and self.step < self.config.max_steps:
                 started = time.perf_counter()
                 loss, measured = self._update()
                 self.step += 1
@@ -183,22 +193,27 @@ class Trainer:
                 self.console.progress(self.step, loss=loss, tokens_per_second=speed)
                 self._report(loss, {**measured, "tokens_per_second": speed})
             self._save(best=False)
-            plot_loss(self.run, floor=self.data.floor)
+            self._plot()
+            self._stopped()
             self._summarise()
 
     def _update(self) -> tuple[float, dict[str, float]]:
         """One step of every optimizer. Returns the mean loss in nats per token, and what else was measured."""
         c = self.config
-        seed_step(self.seed, self.step)
-        batch = torch.from_numpy(self.windows.batch(self.step * c.batch_size, c.batch_size))
+        seed_step(self.seed, self.step, self.world.rank)
+        rows = c.batch_size // self.world.size  # of the batch; each process reads its own
+        first = self.step * c.batch_size + self.world.rank * rows
+        batch = torch.from_numpy(self.windows.batch(first, rows))
         inputs, targets = batch[:, :-1], self.model.hide_leaks(batch[:, 1:])
         mean = gradients(
             self.forward,
             inputs.to(self.device),
             targets.to(self.device),
-            windows=c.micro_batch_size or c.batch_size,
+            windows=c.micro_batch_size or rows,
             precision=self.precision,
             scaler=self.scaler,
+            world=self.world,
+            hold=self.hold,
         )
         factor = self.schedule(self.step, c.max_steps)
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
@@ -244,6 +259,10 @@ class Trainer:
         if better or due:
             self._save(best=better)
         if evaluating:
+            self._plot()
+
+    def _plot(self) -> None:
+        if self.world.main:
             plot_loss(self.run, floor=self.data.floor)
 
     def _evaluate(self) -> dict[str, float]:
@@ -253,6 +272,7 @@ class Trainer:
             block_size=self.block_size,
             batch_size=self.config.eval_batch_size,
             autocast=autocast(self.device, self.precision),
+            world=self.world,
         )
         self.console.say(f"step {self.step}: validation loss {nats_and_bits(loss, self.data)}")
         return {
@@ -278,7 +298,7 @@ class Trainer:
         self.console.sample(self.step, text)
         self.samples.write(f"--- step {self.step}\n{text}\n\n")
         self.writer.sample(text, self.step)
-        if self.picture is not None:
+        if self.picture is not None and self.world.share(self.writer.wants_media):
             self.writer.picture("attention", partial(self.picture, ids), self.step)
 
     def _summarise(self) -> None:
@@ -301,13 +321,17 @@ class Trainer:
             return  # nothing has happened since
         self._check_weights()
         self.saved_at = self.step
+        weights = self.world.gather(self.model.state_dict(keep_vars=True))
+        optimizers = self.world.gather([optimizer.state_dict() for optimizer in self.optimizers])
+        if not self.world.main:
+            return
         checkpoints.save(
             self.run,
             self.step,
-            weights=self.model.state_dict(),
+            weights=weights,
             state={
                 "step": self.step,
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "optimizers": optimizers,
                 "scaler": self.scaler.state_dict(),
                 "train_seconds": self.seconds,
                 "skipped": self.skipped,
@@ -326,11 +350,12 @@ class Trainer:
 
     def _check_weights(self) -> None:
         """A finite loss can still make a last step to nowhere, which must not replace a good checkpoint."""
-        if not all(bool(weight.isfinite().all()) for weight in self.model.parameters()):
+        lost = not all(bool(local(weight).isfinite().all()) for weight in self.model.parameters())
+        if self.world.largest(lost):
             self._fail("the weights are no longer finite")
 
     def _fail(self, what: str) -> None:
-        raise ConfigError(
+        raise self.world.refusal(
             f"step {self.step}: {what}, training stops; {self.last_good()}; try a lower optim.lr, or "
             "train.skip_nonfinite=N to leave out up to N such updates"
         )
@@ -342,21 +367,34 @@ class Trainer:
         except ConfigError:
             return "no checkpoint was saved yet"
 
+    def _stopped(self) -> bool:
+        """Whether a signal has come to any process."""
+        self.stopped_by = self.world.largest(self.signalled or 0) or None
+        return self.stopped_by is not None
+
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run after the step that is under way; a second SIGINT ends it at once."""
+        """SIGINT and SIGTERM end the run after the step that is under way, and so does a queue's signal that somebody
+        handles; a second SIGINT ends it at once.
+        """
 
         def stop(number: int, frame: Any) -> None:
-            if self.stopped_by == signal.SIGINT == number:
+            if self.signalled == signal.SIGINT == number:
                 raise KeyboardInterrupt
-            self.stopped_by = number
+            self.signalled = number
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        queue = [number for number in REQUEUE if callable(signal.getsignal(number))]
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, *queue)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _log(folder: Path | None, name: str) -> Path:
+    """A file of the run's; where there is none, nowhere."""
+    return folder / name if folder else Path(os.devnull)
 
 
 def gradients(
@@ -367,21 +405,27 @@ def gradients(
     windows: int,
     precision: str,
     scaler: torch.amp.GradScaler,
+    world: World = ALONE,
+    hold: Callable[[], AbstractContextManager] = nullcontext,
 ) -> float:
     """The mean loss in nats per token; its gradient, times the scaler's factor, is added to the parameters'.
 
-    inputs, targets: (B, T), of which `windows` rows at a time are in memory; a target of −1 does not count.
+    inputs, targets: (B, T), of which `windows` rows at a time are in memory; a target of −1 does not count. They are
+    this process's part of the batch; the mean is over all parts. hold: see `Trainer`.
     """
-    counted = int((targets >= 0).sum())
+    counted = world.sum(int((targets >= 0).sum()))
+    mean = counted / world.size  # processes average their gradients, which are to be summed
     total = torch.zeros((), device=inputs.device)
-    for x, y in zip(inputs.split(windows), targets.split(windows), strict=True):
-        with autocast(inputs.device, precision):
-            logits = forward(x)
-        logits = at_least_float32(logits).flatten(0, 1)
-        loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
-        scaler.scale(loss / counted).backward()
+    pieces = list(zip(inputs.split(windows), targets.split(windows), strict=True))
+    for i, (x, y) in enumerate(pieces, start=1):
+        with hold() if i < len(pieces) else nullcontext():
+            with autocast(inputs.device, precision):
+                logits = forward(x)
+            logits = at_least_float32(logits).flatten(0, 1)
+            loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
+            scaler.scale(loss / mean).backward()
         total += loss.detach()
-    return float(total) / counted
+    return world.sum(float(total)) / counted
 
 
 def step(
@@ -398,7 +442,7 @@ def step(
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = float(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit))
+    norm = float(whole(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)))
     for optimizer in optimizers:
         if np.isfinite(loss) and (
             scaler.is_enabled() or np.isfinite(norm)

@@ -2,17 +2,21 @@
 
 Which kernel runs, that the backends agree there, FlexAttention compiled, what memory attention takes, that a whole
 model decodes with a cache as it does without, and how fast, and how much of the device training of GPT-2's shape
-uses. Where there is no such device it says so, and is content.
+uses; and that a model trains over NCCL, whole on each device and in parts, as it does alone. Where there is no such
+device it says so, and is content.
 """
 
 import itertools
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.multiprocessing
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -29,7 +33,10 @@ from minilm.config import CONFIGS
 from minilm.decoding import CompiledStep
 from minilm.generation import Generator, Speed
 from minilm.model import GPT, GPTConfig
+from minilm.optim import AdamW
+from minilm.parallel import ALONE, DDP, FSDP, Parallel, Processes, World, whole
 from minilm.sampling import Sampler
+from minilm.training import gradients, step
 
 SECONDS = 270.0  # after which no further case of FlexAttention is compiled
 HEADS, WIDTH = 4, 64
@@ -190,8 +197,8 @@ def decodes_fast(device: torch.device) -> None:
     for rows in (1, 64):
         prompts = torch.randint(config.vocab_size, (rows, 32)).tolist()
         rates, texts = [], []
-        for step in (None, CompiledStep(model, "strict")):
-            generator = Generator(model, Sampler(temperature=0), step=step)
+        for compiled in (None, CompiledStep(model, "strict")):
+            generator = Generator(model, Sampler(temperature=0), step=compiled)
             list(generator.tokens(prompts, 128))  # compiles, and captures the graph
             speed = Speed()
             texts.append(torch.stack(list(generator.tokens(prompts, 128, speed=speed))))
@@ -199,6 +206,58 @@ def decodes_fast(device: torch.device) -> None:
         alike = float((texts[0] == texts[1]).float().mean())
         found = f"{rates[1]:,.0f} tokens/s, plain {rates[0]:,.0f}; {alike:.0%} of the tokens alike"
         check(f"decoding {rows} texts by a captured graph is faster", rates[1] > rates[0], found)
+
+
+def trained(how: Parallel | None, world: World, device: torch.device, precision: str) -> list[Tensor]:
+    """The weights, on the CPU, after five updates of a small model, over two micro-batches in each process."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=64))
+    forward, hold = how.wrap(model, model.blocks, device) if how else (model.to(device), nullcontext)
+    optimizers = AdamW(lr=0.01).build(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    for number in range(5):
+        draws = torch.Generator().manual_seed(number)
+        tokens = torch.randint(64, (8 * torch.distributed.get_world_size(), 33), generator=draws)
+        x = tokens.chunk(world.size)[world.rank].to(device)
+        options = {
+            "windows": len(x) // 2,
+            "precision": precision,
+            "scaler": scaler,
+            "world": world,
+            "hold": hold,
+        }
+        gradients(forward, x[:, :-1], x[:, 1:], **options)  # type: ignore[arg-type]
+        step(optimizers, model.parameters(), scaler, 1.0)
+    return [whole(p.detach()).cpu() for p in model.parameters()]
+
+
+def train_together(rank: int, size: int, port: int, kind: str = "cuda") -> None:
+    """A process of several, each with a device: what they make together, against what one makes alone."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    world = Processes()
+    device = world.device(kind)
+    for precision, near in (("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 2e-2))[: 3 if kind == "cuda" else 2]:
+        alone = trained(None, ALONE, device, precision)
+        for how in (DDP(), FSDP()):
+            together = trained(how, world, device, precision)
+            off = max(float((a - b).abs().max()) for a, b in zip(together, alone, strict=True))
+            if world.main:
+                name = f"{type(how).__name__} over {size} {kind} device(s) trains as one does, {precision}"
+                check(name, off < near, f"off by {off:.1e}")
+    torch.distributed.destroy_process_group()
+    sys.exit(bool(failures))
+
+
+def trains_together(size: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    try:
+        torch.multiprocessing.spawn(train_together, (size, port), nprocs=size)
+    except Exception as error:
+        check(f"{size} device(s) train together", False, str(error).strip().splitlines()[-1])
 
 
 def main() -> int:
@@ -211,7 +270,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print(
             "gpu_check: no CUDA device here; skipped which SDPA kernel runs, the backends' agreement, "
-            "FlexAttention compiled, peak memory, decoding, and the speed of training there"
+            "FlexAttention compiled, peak memory, decoding, the speed of training, and DDP and FSDP over NCCL there"
         )
         return 0
     started = time.monotonic()
@@ -237,6 +296,7 @@ def main() -> int:
     decodes_alike(device)
     uses_the_device(*GPT2)
     decodes_fast(device)
+    trains_together(torch.cuda.device_count())
     everything = list(itertools.product(MASKS, SCALES, POSITIONS, GROUPS))
     for dtype in TOLERANCE:
         agree("fused", everything, dtype)

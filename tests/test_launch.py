@@ -35,7 +35,7 @@ def choice(section, name):
 def command(text_file):
     """command({"train.max_steps": 3}, out_dir=…): what minilm.config makes of a command line."""
     top = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "train.yaml"))
-    groups = {group: name for entry in top["defaults"][:8] for group, name in entry.items()}
+    groups = {group: name for entry in top["defaults"][:9] for group, name in entry.items()}
     base = {group: choice(group, name) for group, name in groups.items()}
     base |= {key: value for key, value in top.items() if key not in ("defaults", "hydra")}
     base["data"] = choice("data", "file") | {"path": str(text_file)}

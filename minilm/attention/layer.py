@@ -3,6 +3,7 @@
 Shapes: B batch, n tokens in, m tokens read, C model width, H query heads, G key heads, D head width.
 """
 
+import torch
 from torch import Tensor, nn
 
 from minilm.attention.cache import Fixed, KeyValues, Store
@@ -72,6 +73,10 @@ class Attention(nn.Module):
     def reach(self) -> int | None:
         """How many positions back a cache of this layer holds, None for all."""
         return self.mask.reach
+
+    def blank(self) -> Tensor:
+        """Nothing, in the layer's type and on its device. Its weights may lie in parts in several processes."""
+        return torch.empty(0, dtype=self.key.weight.dtype, device=self.key.weight.device)
 
     def new_store(self, batch: int, capacity: int | None) -> Store:
         """An empty cache of this layer for `capacity` tokens; None is endless, for layers that forget."""
@@ -145,7 +150,7 @@ class MultiHeadAttention(Attention):
             self.head_dim,
             capacity=capacity,
             window=self.mask.reach,
-            like=self.key.weight,
+            like=self.blank(),
         )
 
 

@@ -89,7 +89,7 @@ class LinearAttention(Attention):
 
     def new_store(self, batch: int, capacity: int | None) -> State:
         """A state that has read nothing; the same for any capacity."""
-        return State(batch, self.n_kv_head, self.head_dim, like=self.key.weight)
+        return State(batch, self.n_kv_head, self.head_dim, like=self.blank())
 
 
 def read_all(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:

@@ -1,0 +1,402 @@
+"""Several processes train as one does, leave one run behind, and end together.
+
+A group is two or three processes over gloo, as torchrun would start them; each runs a list of commands. The second one
+works in a folder of its own, as on another machine. All is in float64, so that differences show.
+"""
+
+import dataclasses
+import faulthandler
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from minilm import checkpoint, launch, parallel, training
+from minilm.config import CONFIGS, Command
+from minilm.errors import ConfigError
+from minilm.parallel import ALONE, World
+
+CLOCK = {"train_seconds", "tokens_per_second"}
+CLOSE = {"rtol": 0, "atol": 1e-10}
+STEPS = ["train.batch_size=12", "train.micro_batch_size=3", "train.eval_interval=10", "train.grad_clip=0.5"]
+STEPS += ["train.eval_batch_size=8", "train.sample_tokens=3", "train.health_interval=15"]
+#: tied and n-gram weights; and a norm that no gradient reaches, with matrices that no process holds whole
+MODELS = {
+    "adamw": ["optim=adamw", "model.tie_embeddings=true", "model.mlp=swiglu", "model.n_layer=2"],
+    "muon": ["optim=muon", "model.mlp=none", "model.n_kv_head=1", "model.bias=true"],
+}
+
+
+@dataclasses.dataclass
+class Said:
+    """What a process of a group did with one command."""
+
+    error: str = ""
+    kind: str = ""
+    step: int | None = None
+    stopped_by: int | None = None
+    starts: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    seeds: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def asked(text_file):
+    """asked(*words): what scripts/train.py makes of them."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+
+        def command(*words: str, out_dir: str = "run") -> Command:
+            words = (*TINY, f"data.path={text_file}", "model.dropout=0", *STEPS, *words, f"out_dir={out_dir}")
+            config = OmegaConf.to_container(compose("train", overrides=list(words)), resolve=True)
+            return Command(config, [word.partition("=")[0] for word in words], Path(out_dir), False)
+
+        yield command
+
+
+def run_all(commands, here: Path) -> list[Said]:
+    """In this process, in float64, with everything slow left out."""
+    os.chdir(here)
+    launch.ROOT, training.plot_loss = here / "root", lambda *args, **options: None
+    os.fsync = lambda descriptor: None
+    torch.set_default_dtype(torch.float64)
+    said = []
+    for port, command, disturb in commands:
+        os.environ["MASTER_PORT"] = str(port)
+        said.append(it := Said())
+        last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        note(it, disturb if last else "")
+        try:
+            trainer = launch.train(command)
+            it.step, it.stopped_by = trainer.step, trainer.stopped_by
+        except (ConfigError, ValueError) as error:
+            it.error, it.kind = str(error), type(error).__name__
+    return said
+
+
+UPDATE, STARTS, SEED = training.Trainer._update, training.Windows.starts, training.seed_step
+
+
+def note(it: Said, disturb: str) -> None:
+    """Notes what training reads and draws; and in step 10 it is disturbed: by a signal to itself, or an error."""
+
+    def update(self):
+        if disturb and self.step == 10:
+            if disturb == "error":
+                raise ZeroDivisionError("a bug in one process")
+            os.kill(os.getpid(), getattr(signal, disturb))
+        return UPDATE(self)
+
+    def starts(self, first, n):
+        found = STARTS(self, first, n)
+        if n != training.HEALTH_WINDOWS:
+            it.starts.append(tuple(found.tolist()))
+        return found
+
+    def seed_step(*place):
+        it.seeds.append(place)
+        SEED(*place)
+
+    training.Trainer._update, training.Windows.starts, training.seed_step = update, starts, seed_step
+
+
+def member(rank: int, size: int, commands, folder: Path) -> None:
+    here = folder / f"rank{rank}"
+    here.mkdir(parents=True, exist_ok=True)
+    for number, stream in enumerate(("in", "out", "err")):
+        os.dup2(os.open(here / stream, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(250, exit=True)
+    said = run_all(commands, here)
+    (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(said))
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """group(size, [(command, disturbance), …]): the folder, exit codes and what each process said of each command."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["conftest", "minilm.launch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"]
+    )
+
+    def start(size, commands, folder=None):
+        folder = folder or tmp_path_factory.mktemp("group")
+        commands = [(free_port(), *each) for each in commands]
+        processes = [context.Process(target=member, args=(r, size, commands, folder)) for r in range(size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=300)
+            process.kill()  # of no effect on one that has ended
+        codes = [process.exitcode for process in processes]
+        files = [folder / f"rank{r}.pickle" for r in range(size)]
+        said = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+        return folder, codes, said
+
+    return start
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def records(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Losses, norms, rates, evaluations, weights and moments are those of the other run to 1e-10."""
+    for a, b in zip(records(ours), records(theirs), strict=True):
+        assert a == pytest.approx(b, rel=0, abs=1e-10)
+    a, b = checkpoint.load(ours), checkpoint.load(theirs)
+    torch.testing.assert_close(a.weights, b.weights, **CLOSE)
+    assert all(weight.dtype == torch.float64 for weight in a.weights.values())
+    torch.testing.assert_close(a.state["optimizers"], b.state["optimizers"], **CLOSE)
+    assert (ours / "checkpoints/last").readlink() == (theirs / "checkpoints/last").readlink()
+    assert (ours / "samples.txt").read_text() == (theirs / "samples.txt").read_text()
+
+
+# ---- two and three processes, and one ----
+
+
+@pytest.fixture(scope="module")
+def alone(asked, group):
+    """What one process makes of each model; and of one when it is stopped after eleven steps."""
+    commands = [(asked(*MODELS[name], out_dir=name), "") for name in MODELS]
+    stopped = asked(*MODELS["muon"], out_dir="stopped-muon")
+    folder, codes, [said] = group(1, [*commands, (stopped, "SIGTERM")])
+    assert codes == [0], (folder / "rank0/err").read_text()
+    return folder / "rank0", said
+
+
+@pytest.fixture(scope="module")
+def pair(asked, group, alone, tmp_path_factory):
+    """All that two processes are asked to do, in one start. What they are disturbed by comes to the second one."""
+    folder = tmp_path_factory.mktemp("pair")
+    shutil.copytree(alone[0] / "stopped-muon", folder / "rank0" / "resumed", symlinks=True)
+    asks = {
+        f"{how}-{name}": (asked(*MODELS[name], f"parallel={how}", out_dir=f"{how}-{name}"), "")
+        for how in ("ddp", "fsdp")
+        for name in MODELS
+    }
+    asks["resumed"] = asked(*MODELS["muon"], "parallel=fsdp", "resume=auto", out_dir="resumed"), ""
+    for how, name, by in (("ddp", "adamw", "SIGTERM"), ("fsdp", "muon", "SIGINT")):
+        asks[f"stopped-{name}"] = asked(*MODELS[name], f"parallel={how}", out_dir=f"stopped-{name}"), by
+    asks |= {
+        "five windows": (asked("train.batch_size=5", out_dir="refused"), ""),
+        "three heads": (asked("model.n_head=3", out_dir="refused"), ""),
+        "no such run": (asked("resume=nowhere", out_dir="refused"), ""),
+        "not there": (asked("data.path=out", out_dir="refused"), ""),  # empty for the second process
+        "lr": (asked("optim.lr=1e9", "optim=adamw", out_dir="diverged"), ""),
+    }
+    _, codes, said = group(2, list(asks.values()), folder)
+    told = [(folder / f"rank{rank}/err").read_text() for rank in range(2)]
+    assert codes == [0, 0], told
+    return folder, told, [dict(zip(asks, each, strict=True)) for each in said]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(how, name, pair, alone):
+    assert_same_run(pair[0] / "rank0" / f"{how}-{name}", alone[0] / name)
+
+
+def test_three_processes_train_as_one(asked, group, alone):
+    """Also where a process's four windows do not fill its micro-batches of three."""
+    folder, codes, _ = group(3, [(asked(*MODELS["adamw"], out_dir="run"), "")])
+    assert codes == [0, 0, 0], (folder / "rank0/err").read_text()
+    assert_same_run(folder / "rank0/run", alone[0] / "adamw")
+
+
+def test_each_process_reads_windows_of_its_own_and_all_are_read(pair, alone):
+    _, _, said = pair
+    whole = alone[1][0].starts
+    assert len(whole) == 20
+    for batch, first, second in zip(whole, *(each["ddp-adamw"].starts for each in said), strict=True):
+        assert (*first, *second) == batch
+        assert len(set(batch)) == 12
+
+
+def test_randomness_differs_by_rank(pair):
+    for rank, each in enumerate(pair[2]):
+        assert each["ddp-adamw"].seeds == [(1, step, rank) for step in range(20)]
+
+
+def test_one_run_is_left_and_one_process_talks(pair):
+    folder, told, _ = pair
+    assert told[1] == ""
+    assert (folder / "rank1/out").read_text() == ""
+    assert {path.name for path in (folder / "rank1").iterdir()} == {"in", "out", "err", "root"}
+    lines = (folder / "rank0/out").read_text().splitlines()
+    assert sum(line.startswith("trained") for line in lines) == 5
+    assert not (folder / "rank0/refused").exists()
+
+
+# ---- stopped, and gone on with in another number ----
+
+
+@pytest.mark.parametrize(("name", "signal"), [("adamw", signal.SIGTERM), ("muon", signal.SIGINT)])
+def test_a_signal_to_one_process_stops_all_after_the_same_step(name, signal, pair):
+    for each in pair[2]:
+        assert each[f"stopped-{name}"].step == 11
+        assert each[f"stopped-{name}"].stopped_by == signal
+    assert checkpoint.load(pair[0] / "rank0" / f"stopped-{name}").step == 11
+
+
+def test_two_go_on_with_the_run_of_one(pair, alone):
+    assert_same_run(pair[0] / "rank0" / "resumed", alone[0] / "muon")
+
+
+def test_one_goes_on_with_the_run_of_two(pair, alone, asked, group, tmp_path):
+    for name in MODELS:
+        run = tmp_path / "rank0" / f"stopped-{name}"
+        shutil.copytree(pair[0] / "rank0" / f"stopped-{name}", run, symlinks=True)
+    resumed = [(asked(*MODELS[name], "resume=auto", out_dir=f"stopped-{name}"), "") for name in MODELS]
+    _, codes, _ = group(1, resumed, tmp_path)
+    assert codes == [0], (tmp_path / "rank0/err").read_text()
+    for name in MODELS:
+        assert_same_run(tmp_path / "rank0" / f"stopped-{name}", alone[0] / name)
+
+
+# ---- refused, and lost ----
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        ("five windows", "train.batch_size=5: 2 processes cannot share so many windows equally; say 4 or 6"),
+        ("three heads", "model.n_head=3 must divide model.n_embd=16"),
+        ("no such run", "no checkpoint at nowhere"),
+        ("not there", "rank 1: data.path=out: the file is empty"),
+        ("lr", "the loss is"),
+    ],
+)
+def test_a_mistake_is_refused_by_all_and_told_by_one(ask, says, pair):
+    first, second = (each[ask] for each in pair[2])
+    assert says in first.error
+    assert (first.error, first.kind, second.kind) == (second.error, "ConfigError", "Told")
+
+
+@pytest.mark.parametrize(
+    ("disturb", "codes"), [("SIGKILL", [1, -signal.SIGKILL]), ("error", [1, 1])], ids=["killed", "error"]
+)
+def test_where_one_process_ends_the_others_end_and_say_why(disturb, codes, asked, group):
+    folder, found, _ = group(2, [(asked("optim=adamw"), disturb)])
+    told = [(folder / f"rank{rank}/err").read_text() for rank in range(2)]
+    assert found == codes
+    assert "rank 0 ends: another process of the run is gone" in told[0]
+    assert told[0].count("\n") == 1
+    assert ("ZeroDivisionError: a bug in one process" in told[1]) == (disturb == "error")
+    assert checkpoint.load(folder / "rank0/run").step == 10
+
+
+# ---- torchrun ----
+
+
+def torchrun(*words, cwd, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    script = str(ROOT / "scripts" / "train.py")
+    return subprocess.Popen([*command, script, *words], cwd=cwd, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_torchrun_starts_what_a_plain_run_is(tiny, tiny_run, tmp_path):
+    """In float32, where the gradient's sum is rounded otherwise; the logs have the same steps."""
+    words = [*tiny, "model.dropout=0", "train.max_steps=4"]
+    started = torchrun(*words, "out_dir=run", cwd=tmp_path, stdout=subprocess.PIPE)
+    out, err = started.communicate(timeout=600)
+    assert started.returncode == 0, err
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4]
+    assert sum(line.startswith("trained") for line in out.splitlines()) == 1
+    assert out.splitlines()[-1].split() == ["next", "python", "scripts/generate.py", "checkpoint=run"]
+
+
+@pytest.mark.slow
+def test_torchrun_tells_a_misspelt_key_once(tiny, tmp_path):
+    _, err = torchrun(*tiny, "train.max_step=5", cwd=tmp_path).communicate(timeout=600)
+    assert err.count("train: train.max_step: no such key; did you mean train.max_steps?") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_torchrun_saves_the_run(number, tiny, tmp_path):
+    words = [*tiny, "train.max_steps=100000", "train.eval_interval=100000", "out_dir=run"]
+    started = torchrun(*words, cwd=tmp_path, stdout=subprocess.PIPE)
+    assert "step 1/100000" in started.stdout.readline()
+    started.send_signal(number)
+    started.communicate(timeout=600)
+    assert checkpoint.load(tmp_path / "run").step >= 1
+
+
+# ---- alone ----
+
+
+def test_a_process_alone_is_a_world_of_its_own():
+    world = World()
+    tree = {"weights": [torch.ones(2)]}
+    assert world.gather(tree) is tree
+    assert world.share(tree) is tree
+    assert (world.sum(3), world.largest(2), world.main) == (3, 2, True)
+    with parallel.joined("cpu", 1) as joined:
+        assert joined is ALONE
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "says"),
+    [
+        ("cuda", 1, "device=cuda: this machine has 1 CUDA device(s) for 2 processes; start 1"),
+        ("auto", 1, "device=auto: this machine has 1 CUDA device(s) for 2 processes; start 1"),
+        ("cuda:1", 2, "device=cuda:1: each process takes the device of its own number; say device=cuda"),
+        ("mps", 0, "device=mps is mps, which trains in one process alone: say device=cpu"),
+    ],
+)
+def test_a_device_that_processes_cannot_share_is_refused(name, cuda, says, second_of_two, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: not cuda)
+    with pytest.raises(ConfigError) as refused:
+        second_of_two.device(name)
+    assert says in str(refused.value)
+
+
+def test_each_process_takes_the_cuda_device_of_its_number(second_of_two, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert [str(second_of_two.device(name)) for name in ("auto", "cuda", "cpu")] == [
+        "cuda:1",
+        "cuda:1",
+        "cpu",
+    ]
+    assert [str(device) for device in taken] == ["cuda:1", "cuda:1"]
+
+
+@pytest.fixture
+def second_of_two():
+    world = object.__new__(parallel.Processes)
+    world.rank, world.size, world.local_rank, world.local_size = 1, 2, 1, 2
+    return world
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    with pytest.raises(ConfigError, match=f"parallel.timeout={timeout}: a number of seconds, above 0"):
+        parallel.DDP(timeout=timeout)
