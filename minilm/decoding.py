@@ -3,10 +3,10 @@
 One token for one text multiplies each weight once, so a step cannot be faster than reading all weights. Two things
 keep it from that: a matrix library made for more rows, and Python between hundreds of small operations. So the
 forward is traced once, each product of a single row is written as the sum that it is, and the compiler makes loops
-of it all.
+of it all. The few rows of several texts stay the library's business, which likes them better as columns.
 
-Compiled are steps behind caches that grow, of texts that stand alike: on a CPU one text (the products of several are
-the matrix library's own business), on CUDA any number, as a captured graph. Every other step goes the plain way.
+Compiled are steps behind caches that grow, of texts that stand alike; on CUDA they are a captured graph. Every other
+step goes the plain way.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,10 @@ class CompiledStep:
         self.on_cpu = next(model.parameters()).device.type == "cpu"
         how: dict[str, Any] = {"backend": self._backend} if self.on_cpu else {"mode": "reduce-overhead"}
         self._step = compile_model(self._forward, mode, **how)
-        self._cache: KVCache | None = None  # that of the last step
+        self._cache: KVCache | None = None  # that of the last step, and what of it is written
+        self._series: list[tuple[Growing, Growing]] = []
+        self._pairs: list[Pair] = []
+        self._by_channels = False
         self._calls: list[Call] = []  # of the graph, behind that cache
         self._again: Callable[[Inputs], Tensor] | None = None
 
@@ -62,27 +65,28 @@ class CompiledStep:
         """(B, 1) -> logits (B, 1, V)"""
         frame = cache.advance(tokens, self.model.position)
         tokens = self.model.with_past(tokens, cache)
-        grown = self._grown(tokens, frame, cache)
-        if grown is None:
-            return self.model.read(tokens, frame, cache.stores)
-        pairs = [(keys.data, values.data) for keys, values in grown]
         if cache is not self._cache:
             self._cache, self._calls, self._again = cache, [], None
+            self._series = grown(cache) if frame.uniform else []
+            self._by_channels = bool(self._series) and self._series[0][0].by_channels
+            self._pairs = [(self._lying(keys), self._lying(values)) for keys, values in self._series]
+        if not self._series:
+            return self.model.read(tokens, frame, cache.stores)
         inputs = tokens, frame.q_pos, frame.k_pos
         if self._again is not None:
             logits = self._again(inputs)
         elif self.on_cpu:
-            self._mark(frame.k_pos, pairs)
-            logits = self._step(*inputs, pairs)
+            self._mark(frame.k_pos)
+            logits = self._step(*inputs, self._pairs)
             if len(self._calls) == 2:
                 self._again = repeated(self._calls, inputs, logits)
                 self._calls.clear()
         else:  # a captured graph reads all slots, and the mask hides those to come
-            slots = torch.arange(pairs[0][0].shape[-2], device=tokens.device)
-            for series in (series for pair in pairs for series in pair):  # written in place, where they are
-                torch._dynamo.mark_static_address(series, guard=False)
-            logits = self._step(tokens, frame.q_pos, slots, pairs).clone()
-        for keys, values in grown:
+            slots = torch.arange(cache.capacity, device=tokens.device)
+            for data in (data for pair in self._pairs for data in pair):  # written in place, where they are
+                torch._dynamo.mark_static_address(data, guard=False)
+            logits = self._step(tokens, frame.q_pos, slots, self._pairs).clone()
+        for keys, values in self._series:
             keys.skip(1)
             values.skip(1)
         return logits
@@ -97,32 +101,38 @@ class CompiledStep:
 
         return run
 
-    def _grown(self, tokens: Tensor, frame: Frame, cache: KVCache) -> list[tuple[Growing, Growing]] | None:
-        """The layers' keys and values; None where a step is not to be compiled."""
-        if not (frame.uniform and frame.newest) or (self.on_cpu and len(tokens) > 1):
-            return None
-        grown = []
-        for store in cache.stores:
-            if not isinstance(store, KeyValues):
-                return None
-            if not (isinstance(store.keys, Growing) and isinstance(store.values, Growing)):
-                return None
-            grown.append((store.keys, store.values))
-        return grown
+    def _lying(self, series: Growing) -> Tensor:
+        """Its data as it lies in memory."""
+        return series.data.mT if self._by_channels else series.data
 
-    @staticmethod
-    def _mark(k_pos: Tensor, pairs: list[Pair]) -> None:
+    def _mark(self, k_pos: Tensor) -> None:
         """One graph for caches of any capacity, however full."""
         torch._dynamo.mark_dynamic(k_pos, 0)
-        for series in (series for pair in pairs for series in pair):
-            torch._dynamo.mark_dynamic(series, 2)
+        for data in (data for pair in self._pairs for data in pair):
+            torch._dynamo.mark_dynamic(data, 3 if self._by_channels else 2)
 
     def _forward(self, tokens: Tensor, at: Tensor, k_pos: Tensor, pairs: Sequence[Pair]) -> Tensor:
         """tokens: (B, past + 1). at: (1,), the position of the token, which is its slot as well."""
         frame = Frame(at, k_pos, self.model.position, newest=self.on_cpu)
         end = k_pos.shape[0]
-        stores = [KeyValues(Slot(keys, at, end), Slot(values, at, end)) for keys, values in pairs]
+
+        def slot(data: Tensor) -> Slot:
+            return Slot(data, at, end, by_channels=self._by_channels)
+
+        stores = [KeyValues(slot(keys), slot(values)) for keys, values in pairs]
         return self.model.read(tokens, frame, stores)
+
+
+def grown(cache: KVCache) -> list[tuple[Growing, Growing]]:
+    """The layers' keys and values; none where a step is not to be compiled."""
+    found = []
+    for store in cache.stores:
+        if not isinstance(store, KeyValues):
+            return []
+        if not (isinstance(store.keys, Growing) and isinstance(store.values, Growing)):
+            return []
+        found.append((store.keys, store.values))
+    return found
 
 
 def repeated(calls: list[Call], inputs: Inputs, logits: Tensor) -> Callable[[Inputs], Tensor] | None:
@@ -171,7 +181,8 @@ def by_sums(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any
 def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, where x has a single row as sums over it, of several rows of the weight at a time."""
     if x.numel() != x.shape[-1]:
-        return F.linear(x, weight, bias)
+        y = (weight @ x.flatten(end_dim=-2).T).T.contiguous().view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
     dtype = at_least_float32(x.dtype)
     row, n = made(x.flatten().to(dtype)), len(weight) // STREAMS
     streams = [n] * STREAMS + [len(weight) % STREAMS] if weight.numel() >= LARGE else [len(weight)]

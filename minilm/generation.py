@@ -8,6 +8,7 @@ Otherwise a row whose context outgrows block_size goes on from the newest half o
 again. The cache and the plain way follow the same rule, and so does every row of a batch on its own.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,19 +76,22 @@ class Generator:
         rng.seed() if seed is None else rng.manual_seed(seed)
         size = self.model.config.block_size
         rows = [list(prompt) for prompt in prompts]
+        limit = math.inf if self.model.rolls else size
         # what the model reads: the newest of each row that fits
-        contexts = [row if self.model.rolls else row[-size:] for row in rows]
+        contexts = [row if limit > size else row[-size:] for row in rows]
         device = next(self.model.parameters()).device
         step, cache, latest = self.step or self.model, None, None
         for i in range(max_new_tokens):
             started = time.perf_counter()
             with inference(self.model):
-                slid = [self._slide(context) for context in contexts]
-                if cache is not None and latest is not None and not any(slid):
+                full = [context for context in contexts if len(context) > limit]
+                for context in full:  # down to its newest part
+                    del context[: -self._kept]
+                if cache is not None and latest is not None and not full:
                     logits = step(latest.unsqueeze(1).to(device), cache)[:, -1]
                 else:
                     if self.cache:
-                        room = max(map(len, contexts)) + max_new_tokens - i - 1
+                        room = None if full else max(map(len, contexts)) + max_new_tokens - i - 1
                         cache = self.model.new_cache(len(rows), room)
                     logits = self._read(contexts, cache, device)
             logits = logits.float().cpu()
@@ -141,13 +145,6 @@ class Generator:
         width = tokens.shape[1]
         pos = (torch.arange(width) - (width - lengths.unsqueeze(1))).clamp(min=-1).to(device)
         return self.model(tokens, cache, pos=pos, keep=1)[:, -1]
-
-    def _slide(self, context: list[int]) -> bool:
-        """Cuts a context that has outgrown the model down to its newest part; says whether it did."""
-        if self.model.rolls or len(context) <= self.model.config.block_size:
-            return False
-        del context[: -self._kept]
-        return True
 
     @property
     def _kept(self) -> int:

@@ -89,7 +89,6 @@ class Parts:
     schedule: Schedule
     optim: Optim
     wandb: dict[str, Any]
-    parallel: Parallel
     device: torch.device
     precision: str
     corpus: Corpus
@@ -117,7 +116,6 @@ class Parts:
         wandb = check(start_wandb, settings["wandb"], "wandb", exclude=("config", "run_dir", "run_id"))
         check_project(wandb["project"])
         check_packages(wandb["mode"], options.tensorboard)
-        parallel = construct(settings, "parallel", Parallel)
         device = world.device(options.device)
         precision = resolve_precision(options.precision, device)
         set_threads(options.threads)
@@ -134,9 +132,7 @@ class Parts:
             if begins
             else construct(settings, "tokenizer", Tokenizer, method="fit", text=text)
         )
-        return cls(
-            options, train, schedule, optim, wandb, parallel, device, precision, corpus, text, tokenizer
-        )
+        return cls(options, train, schedule, optim, wandb, device, precision, corpus, text, tokenizer)
 
     def tokens(self, block_size: int) -> TokenData:
         """The text as tokens. Raises ConfigError where it is too short, or a sample could not begin."""
@@ -168,20 +164,21 @@ def _train(command: Command, world: World, stack: ExitStack) -> Trainer:
     settings, saved, source = world.on_main(lambda: _beginning(command))
     begins = saved or source
 
-    def build() -> tuple[Parts, GPT, TokenData]:
+    def build() -> tuple[Parallel, Parts, GPT, TokenData]:
+        parallel = construct(settings, "parallel", Parallel)
         parts = Parts.of(settings, begins, world)
         stack.enter_context(machine_trouble(_memory(parts.train, settings)))
         if begins:  # what does not fit is refused before it takes any memory
             outline(begins, parts.tokenizer, settings)
         torch.manual_seed(parts.options.seed)
         model = build_model(settings, parts.tokenizer.vocab_size)
-        return parts, model, parts.tokens(model.config.block_size)
+        return parallel, parts, model, parts.tokens(model.config.block_size)
 
-    parts, model, data = world.together(build)
+    parallel, parts, model, data = world.together(build)
     world.alike({"data": data.source, "precision": parts.precision})
     if begins:
         world.on_main(lambda: load_weights(model, begins))
-    wrapped, hold = parts.parallel.spread(model, model.blocks, parts.device, world)
+    wrapped, hold = parallel.spread(model, model.blocks, parts.device, world)
     forward = world.together(lambda: compile_model(wrapped, parts.options.compile))
     optimizers = parts.optim.build(model)
     if saved:

@@ -171,7 +171,13 @@ def _child(
     if prepare is not None:
         prepare()
     sys.argv = [f"{name}.py", *arguments]
-    runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")
+    try:
+        runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")
+    finally:
+        # An interpreter that ends has joblib's workers end first. This process would wait for them as its children
+        # while they wait for more work, or for semaphores that are gone.
+        if loky := sys.modules.get("joblib.externals.loky"):
+            loky.get_reusable_executor(reuse=True).shutdown(wait=True)
 
 
 # ---- scripts in this process ----

@@ -14,6 +14,7 @@ from minilm.attention import (
     Prefix,
     Rotary,
     SlidingWindow,
+    cache,
 )
 from minilm.attention.cache import Growing, Slot
 from minilm.decoding import CompiledStep, attention_by_sums, linear_by_sums
@@ -86,16 +87,15 @@ def test_attention_of_one_query_is_two_sums(groups):
     torch.testing.assert_close(found, told, rtol=0, atol=1e-10)
 
 
-def test_a_slot_writes_where_its_tensor_says():
+@pytest.mark.parametrize("by_channels", [False, True])
+def test_a_slot_writes_where_its_tensor_says(by_channels):
     like = torch.empty(1, 2, 0, 3)
-    plain, written = Growing(like, 5), Growing(like, 5)
+    plain, data = Growing(like, 5), torch.zeros(1, 2, 3, 5) if by_channels else torch.zeros(1, 2, 5, 3)
     for i in range(4):
         x = torch.full((1, 2, 1, 3), float(i))
-        found = Slot(written.data, torch.tensor([i]), i + 1).append(x)
-        written.skip(1)
+        found = Slot(data, torch.tensor([i]), i + 1, by_channels=by_channels).append(x)
         assert torch.equal(found, plain.append(x))
-    assert written.length == plain.length == 4
-    assert torch.equal(written.data, plain.data)
+    assert torch.equal(data.mT if by_channels else data, plain.data)
 
 
 # ---- whole steps ----
@@ -124,14 +124,14 @@ def test_logits_at_every_step_are_the_uncached_ones(name, dtype, monkeypatch):
     with torch.no_grad():
         told = model(text)
         for first in (4, 9):  # another cache, of another length
-            cache = model.new_cache(1, T if first == 4 else T - 2)
-            model(text[:, :first], cache)
-            for i in range(first, cache.capacity):
+            kept = model.new_cache(1, T if first == 4 else T - 2)
+            model(text[:, :first], kept)
+            for i in range(first, kept.capacity):
                 torch.testing.assert_close(
-                    step(text[:, i : i + 1], cache)[0, 0], told[0, i], rtol=0, atol=CLOSE[dtype] * 10
+                    step(text[:, i : i + 1], kept)[0, 0], told[0, i], rtol=0, atol=CLOSE[dtype] * 10
                 )
-            assert cache.length == cache.capacity
-            assert all(store.keys.length == cache.capacity for store in cache.stores)
+            assert kept.length == kept.capacity
+            assert all(store.keys.length == kept.capacity for store in kept.stores)
     assert len(graphs) == 1  # one graph for all steps and both caches
 
 
@@ -153,18 +153,16 @@ def test_steps_behind_two_caches_may_take_turns(monkeypatch):
     caches = [model.new_cache(1) for _ in texts]
     with torch.no_grad():
         told = [model(text) for text in texts]
-        for text, cache in zip(texts, caches, strict=True):
-            model(text[:, :3], cache)
+        for text, kept in zip(texts, caches, strict=True):
+            model(text[:, :3], kept)
         for i in range(3, T):
-            for text, cache, logits in zip(texts, caches, told, strict=True):
-                for _ in range(1):
-                    torch.testing.assert_close(
-                        step(text[:, i : i + 1], cache)[0, 0], logits[0, i], rtol=0, atol=1e-10
-                    )
+            for text, kept, logits in zip(texts, caches, told, strict=True):
+                torch.testing.assert_close(
+                    step(text[:, i : i + 1], kept)[0, 0], logits[0, i], rtol=0, atol=1e-10
+                )
 
 
 PLAIN = {
-    "several texts": (lambda: make(), ((1, 2, 3), (4, 5, 6))),
     "unequal texts": (lambda: make(), ((1, 2, 3), (4,))),
     "a window that rolls": (
         lambda: make(attention=lambda: MultiHeadAttention(C, n_head=H, mask=SlidingWindow(5))),
@@ -183,8 +181,17 @@ def test_what_is_not_compiled_goes_the_plain_way_without_a_word(name, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_greedy_tokens_are_the_same_also_past_the_context(dtype, monkeypatch):
+@pytest.mark.parametrize("prompts", [((1, 2, 3),), ((1, 2, 3), (4, 5, 6))], ids=["one text", "two texts"])
+def test_greedy_tokens_are_the_same_also_past_the_context(prompts, dtype, monkeypatch):
     model = make(dtype)
+    step, graphs = traced(model, monkeypatch)
+    assert tokens(model, 3 * T, prompts, step=step) == tokens(model, 3 * T, prompts, cache=False)
+    assert len(graphs) == 1
+
+
+def test_a_cache_that_lies_by_channels_is_compiled_as_well(monkeypatch):
+    monkeypatch.setattr(cache, "LONG", 1)
+    model = make(attention=lambda: MultiHeadAttention(C, n_head=H, n_kv_head=2))
     step, graphs = traced(model, monkeypatch)
     assert tokens(model, 3 * T, step=step) == tokens(model, 3 * T, cache=False)
     assert len(graphs) == 1
@@ -220,9 +227,9 @@ def test_compiled_in_earnest(dtype):
     assert tokens(model, 3 * T, step=step) == tokens(model, 3 * T, cache=False)
     text = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        told, cache = model(text), model.new_cache(1)
-        model(text[:, :4], cache)
+        told, kept = model(text), model.new_cache(1)
+        model(text[:, :4], kept)
         for i in range(4, T):
             torch.testing.assert_close(
-                step(text[:, i : i + 1], cache)[0, 0], told[0, i], rtol=0, atol=10 * CLOSE[dtype]
+                step(text[:, i : i + 1], kept)[0, 0], told[0, i], rtol=0, atol=10 * CLOSE[dtype]
             )

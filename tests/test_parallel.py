@@ -15,11 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, script_as_typed
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -28,6 +29,7 @@ from minilm.config import CONFIGS, Command
 from minilm.errors import ConfigError
 from minilm.parallel import ALONE, World
 
+REQUEUED = 77
 CLOCK = {"train_seconds", "tokens_per_second"}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 STEPS = ["train.batch_size=12", "train.micro_batch_size=3", "train.eval_interval=10", "train.grad_clip=0.5"]
@@ -69,9 +71,9 @@ def run_all(commands, here: Path) -> list[Said]:
     os.chdir(here)
     launch.ROOT, training.plot_loss = here / "root", lambda *args, **options: None
     os.fsync = lambda descriptor: None
-    torch.set_default_dtype(torch.float64)
     said = []
     for port, command, disturb in commands:
+        torch.set_default_dtype(torch.float64 if command.config["precision"] == "fp32" else torch.float32)
         os.environ["MASTER_PORT"] = str(port)
         said.append(it := Said())
         last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
@@ -113,6 +115,7 @@ def note(it: Said, disturb: str) -> None:
 def member(rank: int, size: int, commands, folder: Path) -> None:
     here = folder / f"rank{rank}"
     here.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(REQUEUED))
     for number, stream in enumerate(("in", "out", "err")):
         os.dup2(os.open(here / stream, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
@@ -248,6 +251,19 @@ def test_one_run_is_left_and_one_process_talks(pair):
     assert not (folder / "rank0/refused").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("said", "near"), [("compile=strict", 1e-10), ("precision=bf16", 2e-2)])
+def test_compiled_and_in_half_precision_too(how, said, near, asked, group):
+    words = (*MODELS["adamw"], "train.max_steps=4", said)
+    ends = []
+    for processes in (1, 2):
+        folder, codes, _ = group(processes, [(asked(*words, f"parallel={how}"), "")])
+        assert codes == [0] * processes, (folder / "rank0/err").read_text()
+        ends.append([record["train/loss"] for record in records(folder / "rank0/run")])
+    assert ends[1] == pytest.approx(ends[0], abs=near)
+
+
 # ---- stopped, and gone on with in another number ----
 
 
@@ -310,13 +326,12 @@ def test_where_one_process_ends_the_others_end_and_say_why(disturb, codes, asked
 
 
 def torchrun(*words, cwd, **options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     script = str(ROOT / "scripts" / "train.py")
     return subprocess.Popen([*command, script, *words], cwd=cwd, stderr=subprocess.PIPE, text=True, **options)
 
 
-def test_torchrun_starts_what_a_plain_run_is(tiny, tiny_run, tmp_path):
-    """In float32, where the gradient's sum is rounded otherwise; the logs have the same steps."""
+def test_torchrun_starts_a_run(tiny, tmp_path):
     words = [*tiny, "model.dropout=0", "train.max_steps=4"]
     started = torchrun(*words, "out_dir=run", cwd=tmp_path, stdout=subprocess.PIPE)
     out, err = started.communicate(timeout=600)
@@ -342,6 +357,57 @@ def test_a_signal_to_torchrun_saves_the_run(number, tiny, tmp_path):
     started.send_signal(number)
     started.communicate(timeout=600)
     assert checkpoint.load(tmp_path / "run").step >= 1
+
+
+# ---- a queue's jobs, on this machine ----
+
+SUBMITIT = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_sweep_may_have_several_processes(tiny, tmp_path):
+    """Each is the run of one process, but for the rounding of float32."""
+    words = [*tiny, "model.dropout=0", "train.max_steps=4"]
+    done = script_as_typed("train", *words, *SUBMITIT, "-m", "seed=1,2", "out_dir=sweep", cwd=tmp_path)
+    assert done.status == 0, done.err
+    alone = script_as_typed("train", *words, "seed=2", "out_dir=alone", cwd=tmp_path)
+    assert alone.status == 0, alone.err
+    for a, b in zip(records(tmp_path / "sweep/1"), records(tmp_path / "alone"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert checkpoint.load(tmp_path / "sweep/0").step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds a job's processes in /proc")
+def test_a_job_that_its_queue_wants_back_goes_on_when_it_is_started_again(tiny, tmp_path):
+    """submitit's runner starts a job again that has asked for it, as SLURM does."""
+    words = [*tiny, "train.max_steps=300", "train.eval_interval=1000", "resume=auto", *SUBMITIT]
+    script = str(ROOT / "scripts/train.py")
+    started = subprocess.Popen(
+        [sys.executable, script, *words, "-m", "seed=1", "out_dir=sweep"], cwd=tmp_path
+    )
+    log, queue = tmp_path / "sweep/0/metrics.jsonl", tmp_path / "sweep/.submitit"
+    while not (log.exists() and log.read_text()):
+        assert started.poll() is None
+        time.sleep(0.05)
+    (runner,) = (int(path.name) for path in queue.iterdir() if path.name.isdigit())
+    tasks = Path(f"/proc/{runner}/task/{runner}/children").read_text().split()
+    os.kill(int(tasks[1]), signal.SIGUSR2)
+    os.kill(int(tasks[0]), signal.SIGUSR2)
+    assert started.wait(timeout=600) == 0
+    steps = [record["step"] for record in records(tmp_path / "sweep/0")]
+    assert steps == list(range(1, 301))
+    said = "".join(path.read_text() for path in queue.glob("*/*_0_log.out"))
+    assert said.count("stopped  ") == 1
+    assert "step 300: validation loss" in said
+
+
+def test_a_job_that_its_queue_wants_back_is_saved_and_then_handed_on(asked, group):
+    """submitit's own handler of the signal, which requeues the job, is called once all is saved."""
+    for processes in (1, 2):
+        folder, codes, _ = group(processes, [(asked(), "SIGUSR2")])
+        assert codes == [REQUEUED] * processes
+        assert checkpoint.load(folder / "rank0/run").step == 11
 
 
 # ---- alone ----

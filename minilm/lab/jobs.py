@@ -41,8 +41,9 @@ class Work:
             redirect_stderr(log),
         ):
             try:
-                stopped_by = train(command).stopped_by
-                if not stopped_by and self.evaluate_at:
+                trainer = train(command)
+                stopped_by = trainer.stopped_by
+                if not stopped_by and self.evaluate_at and trainer.world.main:
                     evaluate_longer(command.out_dir, self.evaluate_at)
             except Exception as error:
                 traceback.print_exc()

@@ -10,8 +10,10 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minilm.attention import cache
 from minilm.attention.frame import Frame
 from minilm.attention.kernels import (
     BACKENDS,
@@ -23,6 +25,7 @@ from minilm.attention.kernels import (
     by_rows,
     resolve_backend,
     resolve_scale,
+    sdpa,
 )
 from minilm.attention.masks import Causal, Full, Predicate, Prefix, SlidingWindow
 from minilm.attention.positions import Alibi, NoPosition
@@ -325,6 +328,22 @@ def test_training_in_any_precision_equals_the_reference(n, m, name, alibi, dtype
         seen.append([out, q.grad, k.grad, v.grad])
     for ours, theirs in zip(*seen, strict=True):
         close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool, F64], ids=str)
+@pytest.mark.parametrize("G", [1, 2, 4])
+def test_one_query_reads_a_cache_that_lies_by_channels(G, mask, monkeypatch):
+    monkeypatch.setattr(cache, "LONG", 1)
+    q, k, v = draw(1, 6, G=G, E=5)
+    kept = [cache.Growing(t, 9) for t in (k, v)]
+    for series, t in zip(kept, (k, v), strict=True):
+        series.append(t[..., :2, :])
+        assert series.append(t[..., 2:, :]).stride(-2) == 1
+    bias = None if mask is None else torch.randn(2, 1, 1, 6, dtype=F64)
+    bias = bias > 0 if mask == torch.bool else bias
+    told = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.5, enable_gqa=True)
+    k, v = (series.data[..., :6, :] for series in kept)
+    close(sdpa(q, k, v, attn_mask=bias, scale=0.5, dropout_p=0.0), told)
 
 
 @pytest.mark.parametrize("causal", [False, True])
