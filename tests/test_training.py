@@ -422,7 +422,7 @@ def spoil(trainer, at, how):
         if trainer.step == at and how == "loss alone":  # its gradient is finite
             return logits.masked_fill(torch.arange(logits.shape[-1]) > 0, -torch.inf)
         if trainer.step == at and how == "gradient":
-            first.register_hook(lambda grad: grad * float("inf"))
+            first.register_hook(lambda grad: grad * float("inf" if trainer.step == at else 1))
         if trainer.step == at and how == "weights":
             for rates in trainer.rates:
                 rates[:] = [float("inf")] * len(rates)
