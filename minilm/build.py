@@ -73,6 +73,10 @@ def check(call: Callable, options: dict[str, Any], section: str, exclude: Any = 
                 else f"it takes {', '.join(parameters) or 'none'}"
             )
             raise ConfigError(f"{prefix}{name}: no such key here; {hint}")
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind.name.endswith(("ONLY", "OR_KEYWORD"))
+        if needed and name not in options:
+            raise ConfigError(f"{prefix}{name} has no value: expected {_wanted(hints[name])}")
     fields: dict[str, Any] = {name: (hints[name], ...) for name in options}
     schema = create_model("Options", __config__=STRICT, **fields)
     try:
@@ -169,15 +173,36 @@ def build_model(config: dict[str, Any], vocab_size: int, end_token: int | None =
     return GPT(shape, position=position, attention=attention, end_token=end_token if separate else None)
 
 
-def outline(saved: Checkpoint, tokenizer: Tokenizer) -> GPT:
-    """The model of a checkpoint without its numbers, on the meta device. ConfigError where the weights do not fit."""
-    try:
-        with torch.device("meta"):
-            model = build_model(saved.config, tokenizer.vocab_size, tokenizer.end_token)
-    except KeyError as error:
-        raise ConfigError(f"{saved.path}: config.yaml has no section {error}") from None
+def outline(saved: Checkpoint, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> GPT:
+    """The model of a checkpoint without its numbers, on the meta device. ConfigError where the weights do not fit.
+
+    config: what stands in the place of the checkpoint's own. Takes no memory, whatever the configuration asks for.
+    """
+    config, n = config or saved.config, len(saved.weights)
+    model = sketch(config, tokenizer.vocab_size, n, saved.path, end_token=tokenizer.end_token)
     check_weights(model, saved)
     return model
+
+
+def sketch(
+    config: dict[str, Any], vocab_size: int, tensors: int, source: Path, *, end_token: int | None = None
+) -> GPT:
+    """The model of a configuration from anywhere, `source`, on the meta device: without numbers or memory for them.
+
+    tensors: how many there are for it, which no layer can do without.
+    """
+    for section in ("model", "attention", "mask", "position"):
+        if not isinstance(config.get(section), dict):
+            raise ConfigError(f"{source}: config.yaml has no section {section!r}")
+    n_layer = config["model"].get("n_layer")
+    if isinstance(n_layer, int) and n_layer > tensors:
+        raise ConfigError(f"{source}: {n_layer} layers, and {tensors} tensors for them")
+    try:
+        with torch.device("meta"):
+            return build_model(config, vocab_size, end_token)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that no tensor can have
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{source}: its configuration makes no model ({reason:.200})") from error
 
 
 def restore(path: str | Path, device: torch.device) -> tuple[GPT, Tokenizer, Checkpoint]:
@@ -199,7 +224,9 @@ def load_weights(model: GPT, saved: Checkpoint) -> None:
 def check_weights(model: GPT, saved: Checkpoint) -> None:
     expected = model.state_dict()
     off = sorted(set(expected) ^ set(saved.weights)) or [
-        name for name, weight in expected.items() if weight.shape != saved.weights[name].shape
+        name
+        for name, weight in expected.items()
+        if weight.shape != saved.weights[name].shape or not saved.weights[name].is_floating_point()
     ]
     if off:
         raise ConfigError(f"{saved.path}: the weights do not fit the configuration, first at {off[0]}")

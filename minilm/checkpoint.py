@@ -10,6 +10,8 @@ interrupts it, `last` leads to a whole checkpoint at every moment. One process a
 import json
 import os
 import shutil
+import time
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,10 @@ WRAPPERS = {"_orig_mod", "module"}  # parts of a name that torch.compile and dat
 # What a safe loader gives back: exact types, since a str may also be an enum and a dict a DictConfig.
 PLAIN: set[type] = {dict, list, str, int, float, bool, type(None)}
 PLAIN_OR_TENSOR = PLAIN | {tuple, OrderedDict, Tensor, nn.Parameter}
+
+# No file of ours comes near: what is larger was made to fill the memory or the stack of who reads it.
+MAX_CONFIG_BYTES = 1 << 20
+MAX_DEPTH = 100
 
 
 @dataclass
@@ -74,7 +80,7 @@ def save(
     tensors, tied = untie(clean_keys(weights))
     about = weights_header(step, tied)
     contents: dict[str, files.Content] = {
-        WEIGHTS: lambda file: file.write(safetensors.torch.save(tensors, about)),
+        WEIGHTS: lambda file: write_weights(tensors, about, file),
         CONFIG: yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         TOKENIZER: json.dumps(tokenizer, ensure_ascii=False),
         STATE: lambda file: write_state(state, file),
@@ -88,6 +94,7 @@ def save(
         settle(folder)
         new.mkdir()
         write_parts(new, contents)
+        make_newest(new)
         files.sync(new)
         if final.exists():
             point(folder / "last", new)  # from here on the new one counts,
@@ -148,11 +155,22 @@ def untie(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     return tensors, tied
 
 
+def write_weights(tensors: dict[str, Tensor], about: dict[str, str], file: BinaryIO) -> None:
+    """As safetensors writes them, but for its header, which it puts into another order each time."""
+    raw = memoryview(safetensors.torch.save(tensors, about))
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(bytes(raw[8:end])) | {"__metadata__": about}
+    again = json.dumps(header, sort_keys=True).encode()
+    again += b" " * (-len(again) % 8)
+    file.write(len(again).to_bytes(8, "little") + again)
+    file.write(raw[end:])
+
+
 def write_state(state: dict[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # a full disk, behind a complaint of torch's own
+        if error.__context__ is not None:  # a full disk or Ctrl-C, behind a complaint of torch's own
             raise error.__context__ from None
         raise
 
@@ -241,9 +259,15 @@ def prune(folder: Path, keep: int) -> None:
             hide(checkpoint)
 
 
+def make_newest(new: Path) -> None:
+    """Give a folder a time after that of every checkpoint beside it, though the clock may have gone back."""
+    stamp = max([time.time_ns(), *(path.lstat().st_mtime_ns + 1 for path in new.parent.glob("step_*"))])
+    os.utime(new, ns=(stamp, stamp))
+
+
 def by_age(folder: Path) -> list[Path]:
     """A folder's checkpoints, the last saved first: a run may have gone back to a lower step."""
-    return sorted(folder.glob("step_*"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    return sorted(folder.glob("step_*"), key=lambda path: (path.lstat().st_mtime_ns, path.name), reverse=True)
 
 
 # ---- reading ----
@@ -269,7 +293,8 @@ def load(path: Path | str, *, state: bool = True) -> Checkpoint:
         try:
             parts[name] = read(folder / name)
         except Exception as error:  # whatever a parser makes of a file from elsewhere
-            reason = " ".join(str(error).split())[:200]
+            deep = isinstance(error, RecursionError)
+            reason = "it is nested too deeply" if deep else " ".join(str(error).split())[:200]
             raise ConfigError(f"checkpoint {folder}: {name} is not what minilm writes: {reason}") from error
     step, weights = parts[WEIGHTS]["step"], parts[WEIGHTS]["weights"]
     return Checkpoint(folder, step, parts[CONFIG], parts[TOKENIZER], weights, parts[STATE])
@@ -278,20 +303,34 @@ def load(path: Path | str, *, state: bool = True) -> Checkpoint:
 def find(path: Path | str) -> Path:
     """The folder of the checkpoint that a run, its `checkpoints` folder or a checkpoint itself stands for.
 
-    A run stands for its `last` checkpoint; for the one saved last if that link is lost. Else ConfigError.
+    A run stands for its `last` checkpoint; for the one saved last if that link is lost. Else ConfigError; also where
+    a name in a `checkpoints` folder leads out of it, as no link of ours does.
     """
-    start = Path(path).expanduser()
-    for candidate in (start, start / "last", start / "checkpoints" / "last"):
-        if is_checkpoint(candidate):
-            return candidate.resolve()
-    for candidate in by_age(start) + by_age(start / "checkpoints"):
-        if is_checkpoint(candidate):
-            return candidate.resolve()
-    if start.is_dir():
-        problem = f"it holds no {WEIGHTS}, last, checkpoints/last or checkpoints/step_*"
-    else:
-        problem = "this is a file" if start.exists() else "there is no such folder"
+    try:
+        start = Path(path).expanduser()
+        for candidate in (start, start / "last", start / "checkpoints" / "last"):
+            if is_checkpoint(candidate):
+                return beside(candidate)
+        for candidate in by_age(start) + by_age(start / "checkpoints"):
+            if is_checkpoint(candidate):
+                return beside(candidate)
+        if start.is_dir():
+            problem = f"it holds no {WEIGHTS}, last, checkpoints/last or checkpoints/step_*"
+        else:
+            problem = "this is a file" if start.exists() else "there is no such folder"
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, ~nobody, no permission
+        problem = getattr(error, "strerror", None) or str(error)
     raise ConfigError(f"no checkpoint at {path}: {problem}; name the folder of a run, such as runs/latest")
+
+
+def beside(checkpoint: Path) -> Path:
+    """The folder itself that `checkpoint`, perhaps a link, is. ConfigError for a link out of a `checkpoints` folder."""
+    folder = checkpoint.resolve()
+    if checkpoint.parent.name == "checkpoints" and folder.parent != checkpoint.parent.resolve():
+        raise ConfigError(f"{checkpoint} leads out of its folder, to {folder}: name that one if it is meant")
+    return folder
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -301,37 +340,71 @@ def is_checkpoint(folder: Path) -> bool:
 
 def damage(folder: Path, names: Iterable[str]) -> str | None:
     """What is wrong with the files of a checkpoint, or None."""
+    name = SUMS
     try:
         sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
         wanted = {name: (sums[name]["size"], sums[name]["sha256"]) for name in names}
+        for name, (size, sha256) in wanted.items():
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} is damaged ({file.stat().st_size} bytes; {SUMS} says {size})"
+            if files.sha256_of(file) != sha256:
+                return f"{name} is damaged (its sha256 is not what {SUMS} says)"
     except FileNotFoundError:
-        return f"{SUMS} is missing"
-    except (ValueError, LookupError, TypeError):
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    except (ValueError, LookupError, TypeError, RecursionError):
         absent = next((name for name in names if not (folder / name).is_file()), None)
         return f"{absent} is missing" if absent else f"{SUMS} is damaged"
-    for name, (size, sha256) in wanted.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} is damaged ({file.stat().st_size} bytes; {SUMS} says {size})"
-        if files.sha256_of(file) != sha256:
-            return f"{name} is damaged (its sha256 is not what {SUMS} says)"
     return None
 
 
 def read(file: Path) -> dict[str, Any]:
     """One file of a checkpoint, by loaders that only ever build plain values and tensors."""
+    size = file.stat().st_size
     if file.name == WEIGHTS:
         return read_weights(file)
     if file.name == STATE:
+        with zipfile.ZipFile(file) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > size:
+                raise ValueError("it would unpack to more than it is")
         value = torch.load(file, map_location="cpu", weights_only=True)
+    elif file.name == TOKENIZER:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    elif size > MAX_CONFIG_BYTES:
+        raise ValueError(f"it is {size} bytes long, a configuration at most {MAX_CONFIG_BYTES}")
     else:
-        text = file.read_text(encoding="utf-8")
-        value = json.loads(text) if file.name == TOKENIZER else yaml.safe_load(text)
+        value = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not a mapping")
+    check_size(value, size)
+    check_plain(value, "it", PLAIN_OR_TENSOR if file.name == STATE else PLAIN)
     return value
+
+
+def check_size(value: Any, most: int) -> None:
+    """ValueError for a value that takes more than the `most` bytes that it was read from, or is nested too deeply.
+
+    In a few bytes a list may name another one many times, which names a third, and a tensor may claim any shape.
+    """
+    todo, size = [(value, 0)], 0
+    while todo:
+        item, depth = todo.pop()
+        if isinstance(item, Tensor):
+            if item.layout != torch.strided or item.is_meta or item.nbytes > item.untyped_storage().nbytes():
+                raise ValueError(f"a tensor of shape {list(item.shape)} has no such numbers")
+            size += item.nbytes
+        elif isinstance(item, dict | list | tuple):
+            size += len(item)
+        if size > most:
+            raise ValueError("it stands for more than it holds")
+        if depth > MAX_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if isinstance(item, dict | list | tuple):
+            todo += [(inner, depth + 1) for inner in (item.values() if isinstance(item, dict) else item)]
 
 
 def read_weights(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import os
 import pydoc_data.topics
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,8 +97,11 @@ class Tales(Text):
         facts = repr((self.seed, self.n_bytes, *map(sha256_of, sources)))
         path = ROOT / "data" / "cache" / f"tales-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npz"
         if path.exists():
-            with np.load(path) as saved:
-                return tales.Tales(saved["text"].tobytes().decode(), saved["nats"])
+            try:
+                with np.load(path) as saved:
+                    return tales.Tales(saved["text"].tobytes().decode(), saved["nats"])
+            except Exception:  # whatever zip, its packing and numpy make of a damaged file
+                warnings.warn(f"{path}: damaged, and made anew", stacklevel=2)
         made = tales.generate(self.seed, self.n_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = np.frombuffer(made.text.encode(), np.uint8)
@@ -246,17 +250,31 @@ def prepare(corpus: Text, text: str, tokenizer: Tokenizer, cache: Path) -> Token
         "cut": cut,
     }
     folder = cache / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    if not (folder / "facts.json").exists():
+    if not _holds(folder, facts):
+        if (folder / "facts.json").exists():
+            warnings.warn(f"{folder}: the cached tokens are damaged, and made anew", stacklevel=2)
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             write_atomic(folder / f"{name}.bin", tokenizer.encode_array(part).astype(dtype).tobytes())
-        write_atomic(
-            folder / "facts.json", json.dumps(facts, indent=1)
-        )  # last: it says that the rest is whole
+        # last: it says that the rest is whole
+        write_atomic(folder / "facts.json", json.dumps(facts | {"sha256": _sums(folder)}, indent=1))
     train, val = (_map(folder / f"{name}.bin", dtype) for name in parts)
     nats = corpus.floor(cut)
     floor = nats / len(val) if nats is not None and len(val) else None
     return TokenData(train, val, len(parts["val"].encode()), floor, facts["source"])
+
+
+def _holds(cache: Path, facts: dict[str, Any]) -> bool:
+    """Whether a folder holds the tokens of these facts, undamaged."""
+    try:
+        kept = json.loads((cache / "facts.json").read_text(encoding="utf-8"))
+        return kept == facts | {"sha256": _sums(cache)}
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _sums(cache: Path) -> dict[str, str]:
+    return {name: sha256_of(cache / f"{name}.bin") for name in ("train", "val")}
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, and by one process at a time."""
 
 import errno
 import hashlib
@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from minilm.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 Content = bytes | str | Callable[[BinaryIO], object]
 
@@ -82,6 +87,37 @@ def sync(path: Path | str) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def open_own(path: Path | str) -> BinaryIO:
+    """Open a file to append to. ConfigError where that is forbidden, or it is a link: what is written would land
+    somewhere else."""
+    try:
+        if Path(path).is_symlink():
+            raise ConfigError(
+                f"{path} is a link, to {os.readlink(path)}: remove it, a run writes files of its own"
+            )
+        return open(path, "ab")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def held(path: Path | str, busy: str) -> Iterator[None]:
+    """Hold a file, made if it is not there, against other processes. ConfigError(busy) where one of them holds it.
+
+    The kernel lets go of it when the process ends, however it ends. Where there are no such locks (on Windows, on
+    some network disks) nothing is held and nobody is refused.
+    """
+    with open_own(path) as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(busy) from None
+            except OSError:  # this file system has no locks
+                pass
+        yield
 
 
 def sha256_of(path: Path | str) -> str:

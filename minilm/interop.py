@@ -29,7 +29,7 @@ from minilm import tokenizer as tokenizers
 from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.masks import Causal, SlidingWindow
 from minilm.attention.positions import Learned, Rotary, StretchedRotary
-from minilm.build import build_model, outline
+from minilm.build import outline, sketch
 from minilm.errors import ConfigError
 from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
@@ -343,8 +343,7 @@ def import_model(path: str | Path, out: str | Path, progress: Progress = lambda 
     sections = gpt2_sections(ask, weights) if family is GPT2 else llama_sections(ask, family)
     tokenizer = read_tokenizer(source, theirs, ask.number("vocab_size"))
     sections["tokenizer"] = {"_target_": f"minilm.tokenizer.{type(tokenizer).__name__}"}
-    with torch.device("meta"):
-        model = build_model(sections, tokenizer.vocab_size)
+    model = sketch(sections, tokenizer.vocab_size, len(weights.names()), source)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if model.config.tie_embeddings:
         del shapes["head.weight"]
@@ -380,8 +379,8 @@ class Asked:
     def real(self, key: str, default: float) -> float:
         value = self.config.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or value < 0:
-            raise self.wrong(key, "a number")
+        if type(value) not in (int, float) or not 0 <= value < 1e30:
+            raise self.wrong(key, "a number, 0 or more")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -421,7 +420,7 @@ def gpt2_sections(ask: Asked, weights: tensors.Folder) -> dict[str, Any]:
     ask.must_be("scale_attn_by_inverse_layer_idx", False)
     ask.must_be("add_cross_attention", False)
     ask.must_be("quantization_config", None)
-    activation = ask.config.get("activation_function", "gelu_new")
+    activation = str(ask.config.get("activation_function", "gelu_new"))
     if activation not in OURS:
         raise ask.wrong("activation_function", f"one of {', '.join(OURS)}")
     n_embd = ask.number("n_embd", 768)
@@ -456,7 +455,7 @@ def llama_sections(ask: Asked, family: Family) -> dict[str, Any]:
     n_embd, n_head = ask.number("hidden_size"), ask.number("num_attention_heads")
     if ask.number("head_dim", n_embd // n_head) * n_head != n_embd:
         raise ask.wrong("head_dim", f"hidden_size / num_attention_heads = {n_embd // n_head}")
-    activation = ask.config.get("hidden_act", "silu" if family.gated else None)
+    activation = str(ask.config.get("hidden_act", "silu" if family.gated else None))
     known = {"silu": "swiglu", "swish": "swiglu"} if family.gated else OURS
     if activation not in known:
         raise ask.wrong("hidden_act", f"one of {', '.join(known)}")
@@ -567,7 +566,7 @@ def reader(
 def read_tokenizer(source: Path, config: dict[str, Any], vocab_size: int) -> Tokenizer:
     """The tokenizer of a folder: its tokenizer.json, else GPT-2's vocab.json and merges.txt."""
     if (source / "tokenizer.json").is_file():
-        definition = (source / "tokenizer.json").read_text(encoding="utf-8")
+        definition = tokenizer_files.read(source / "tokenizer.json")
     elif (source / "vocab.json").is_file() and (source / "merges.txt").is_file():
         definition = tokenizer_files.from_vocabulary(source / "vocab.json", source / "merges.txt")
     else:
@@ -592,7 +591,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); name a folder with a model in it"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: not a JSON object; copy it again")

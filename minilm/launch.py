@@ -1,11 +1,13 @@
 """From a command to a finished run: the run folder, a resume, everything checked and built, then the loop."""
 
 import contextlib
+import json
 import os
 import random
 import signal
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,12 +17,12 @@ import yaml
 
 from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
-from minilm.build import Name, build_corpus, build_model, check, construct, load_weights
+from minilm.build import Name, build_corpus, build_model, check, construct, load_weights, outline
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command, differences, overlay
 from minilm.data import ROOT, Corpus, TokenData
 from minilm.errors import ConfigError
-from minilm.files import write_atomic
+from minilm.files import held, write_atomic
 from minilm.finetune import SECTIONS, start_from
 from minilm.maps import picture_of
 from minilm.model import GPT
@@ -46,6 +48,7 @@ from minilm.tracking import (
     start_wandb,
 )
 from minilm.training import REQUEUE, TrainConfig, Trainer, sample_prompt
+from minilm.trouble import machine_trouble
 
 #: where texts lie; that they are the same ones is checked by their hash
 MAY_MOVE = ("data.path", "data.sources")
@@ -120,7 +123,7 @@ class Parts:
         schedule = construct(settings, "schedule", Schedule)
         schedule.check(train.max_steps)
         optim = construct(settings, "optim", Optim)
-        wandb = check(start_wandb, settings["wandb"], "wandb")
+        wandb = check(start_wandb, settings["wandb"], "wandb", exclude=("config", "run_dir", "run_id"))
         check_project(wandb["project"])
         check_packages(wandb["mode"], options.tensorboard)
         device = world.device(options.device)
@@ -159,8 +162,11 @@ def train(command: Command) -> Trainer:
     """
     options_of(command.config)
     parallel = construct(command.config, "parallel", Parallel)
-    with joined(command.config["device"], parallel.timeout) as world:
-        trainer = _train(world.share(command), world)  # a folder named by the clock is the main process's
+    # the stack is of what ends with the run: its folder is let go
+    with joined(command.config["device"], parallel.timeout) as world, ExitStack() as stack:
+        trainer = _train(
+            world.share(command), world, stack
+        )  # a folder named by the clock is the main process's
     if (
         trainer.stopped_by in REQUEUE
     ):  # all is saved: now whoever handled that signal before us may requeue the job
@@ -168,13 +174,16 @@ def train(command: Command) -> Trainer:
     return trainer
 
 
-def _train(command: Command, world: World) -> Trainer:
+def _train(command: Command, world: World, stack: ExitStack) -> Trainer:
     settings, saved, source = world.on_main(lambda: _beginning(command))
     begins = saved or source
 
     def build() -> tuple[Parallel, Parts, GPT, TokenData]:
         parallel = construct(settings, "parallel", Parallel)
         parts = Parts.of(settings, begins, world)
+        stack.enter_context(machine_trouble(_memory(parts.train, settings)))
+        if begins:  # what does not fit is refused before it takes any memory
+            outline(begins, parts.tokenizer, settings)
         torch.manual_seed(parts.options.seed)
         model = build_model(settings, parts.tokenizer.vocab_size, parts.tokenizer.end_token)
         return parallel, parts, model, parts.tokens(model.config.block_size)
@@ -187,14 +196,15 @@ def _train(command: Command, world: World) -> Trainer:
     forward = world.together(lambda: compile_model(wrapped, parts.options.compile))
     optimizers = parts.optim.build(model)
     if saved:
-        if saved.state["source"] != data.source:
+        if saved.state.get("source") != data.source:
             raise world.refusal("data: the text is not the one that the run to resume was trained on")
-        states = world.spread(saved.state["optimizers"], optimizers)
+        states = world.spread(saved.state.get("optimizers", []), optimizers)
         world.together(lambda: load_states(optimizers, states))
 
     run = world.on_main(lambda: _folder_of(saved, command) if saved else _new_folder(command))
+    world.on_main(lambda: stack.enter_context(_alone_in(run)))
     settings = rooted(settings) | {"out_dir": str(run), "resume": None}
-    run_id = saved.state["wandb_run_id"] if saved else None
+    run_id = saved.state.get("wandb_run_id") if saved else None
     writer = Trackers([Elsewhere()])
     if world.main:
         writer = start_trackers(
@@ -228,11 +238,29 @@ def _train(command: Command, world: World) -> Trainer:
         trainer.restore(saved)
     exit_code = 1
     try:
-        trainer.fit()
+        with machine_trouble(_memory(parts.train, settings), trainer.last_good):
+            trainer.fit()
         exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
     finally:
         writer.finish(exit_code)
     return trainer
+
+
+def _alone_in(run: Path) -> AbstractContextManager[None]:
+    """One process at a time trains in a run's folder: it holds the file of metrics."""
+    return held(
+        run / "metrics.jsonl", f"out_dir={run}: another process is training there; wait, or name another"
+    )
+
+
+def _memory(train: TrainConfig, settings: dict[str, Any]) -> str:
+    """What takes the memory of a run, and what to lower."""
+    return (
+        f"train.batch_size={train.batch_size}, train.micro_batch_size={json.dumps(train.micro_batch_size)}, "
+        f"train.eval_batch_size={train.eval_batch_size} and the context model.block_size="
+        f"{settings['model'].get('block_size')}: lower train.micro_batch_size first, which changes no result, or "
+        "train.eval_batch_size, or the context; scripts/plan.py tells what a run needs"
+    )
 
 
 def _beginning(command: Command) -> tuple[dict[str, Any], Checkpoint | None, Checkpoint | None]:
@@ -280,7 +308,7 @@ def _find_resumed(command: Command) -> Checkpoint | None:
                 f"resume={resume}: {folder} has weights, and no {checkpoints.STATE} of a run to go on with; "
                 f"init_from={resume} begins another run with them"
             )
-        return checkpoints.load(folder)
+        return _load(folder)
     if command.default_out_dir:
         raise ConfigError(
             "resume=auto looks for checkpoints in out_dir: name it, out_dir=…, or say resume=RUN_FOLDER"
@@ -289,14 +317,28 @@ def _find_resumed(command: Command) -> Checkpoint | None:
         found = checkpoints.find(command.out_dir)
     except ConfigError:
         return None
-    return checkpoints.load(found)
+    return _load(found)
+
+
+def _load(folder: Path) -> Checkpoint:
+    """A checkpoint to go on from, where no other process is at work: it might take the files away meanwhile."""
+    log = folder.parents[1] / "metrics.jsonl"
+    with _alone_in(log.parent) if log.is_file() else contextlib.nullcontext():
+        return checkpoints.load(folder)
 
 
 def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
     """The saved run's configuration with what was said on this command line, if a resumed run may change it."""
     begun_from = saved.config.get("init_from")
+    for section, now in command.config.items():
+        if isinstance(now, dict) and not isinstance(saved.config.get(section, now), dict):
+            raise ConfigError(
+                f"checkpoint {saved.path}: config.yaml: {section} is no section, as a run saves it"
+            )
     if "recipe" not in command.said:
-        merged = overlay(saved.config, command)
+        merged = overlay(
+            command.config | saved.config, command
+        )  # with the keys that older runs knew nothing of
     elif begun_from is None:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
@@ -304,7 +346,7 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
     merged = rooted({"parallel": command.config["parallel"]} | merged | {"init_from": begun_from})
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
-        if then != now and section not in MAY_CHANGE:
+        if then != now and section in saved.config and section not in MAY_CHANGE:
             for key, old, new in differences(section, then, now):
                 if key not in MAY_MOVE:
                     raise ConfigError(
@@ -318,6 +360,9 @@ def _folder_of(saved: Checkpoint, command: Command) -> Path:
     run = saved.path.parents[1]
     if saved.path.parent.name != "checkpoints":
         raise ConfigError(f"resume={saved.path}: not in the checkpoints folder of a run, which could go on")
+    named = Path(command.out_dir if command.config["resume"] == "auto" else command.config["resume"])
+    if not saved.path.is_relative_to(named.expanduser().resolve()):
+        raise ConfigError(f"{named}: its checkpoints lie elsewhere, in {run}: name that one if it is meant")
     if "out_dir" in command.said and command.out_dir.resolve() != run:
         raise ConfigError(f"out_dir={command.out_dir}: a resumed run goes on in its own folder, {run}")
     return run
@@ -326,7 +371,8 @@ def _folder_of(saved: Checkpoint, command: Command) -> Path:
 def _new_folder(command: Command) -> Path:
     """Makes the run's folder. A named one must not hold a run; the default one gets a name of its own."""
     folder = command.out_dir
-    holds_run = any(os.path.exists(folder / name) for name in ("metrics.jsonl", "checkpoints"))
+    log = folder / "metrics.jsonl"  # an empty one is of a run that came to nothing
+    holds_run = os.path.exists(folder / "checkpoints") or (os.path.exists(log) and os.stat(log).st_size > 0)
     if holds_run and not command.default_out_dir and command.config["resume"] != "auto":
         raise ConfigError(
             f"out_dir={folder} holds a run already: say resume=auto to go on with it, or name another"

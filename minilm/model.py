@@ -20,6 +20,8 @@ from minilm.embedding import NGramEmbedding, TokenEmbedding
 from minilm.errors import ConfigError
 from minilm.layers import MLPS, NORMS, Dropout, named, usual_width
 
+MAX_ORDER = 64  # of n-grams: any text before a longer one is as good as a hash of its own
+
 #: ten times what any model has, and more: what lies beyond is a slip, and could not even be outlined
 MOST = {
     "n_layer": 10_000,
@@ -83,10 +85,10 @@ class GPTConfig:
         check_dropout("model.dropout", self.dropout)
         if any(order < 2 for order in self.ngrams) or len(set(self.ngrams)) < len(self.ngrams):
             raise ConfigError(f"model.ngrams={list(self.ngrams)}: different whole numbers, 2 or more")
-        if max(self.ngrams, default=0) > self.block_size:
+        if max(self.ngrams, default=0) > min(self.block_size, MAX_ORDER):
             raise ConfigError(
                 f"model.ngrams={list(self.ngrams)}: at most as long as the context, "
-                f"model.block_size={self.block_size}"
+                f"model.block_size={self.block_size}, and at most {MAX_ORDER}"
             )
         if self.ngram_rows < 1:
             raise ConfigError(f"model.ngram_rows={self.ngram_rows}: a positive whole number")

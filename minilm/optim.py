@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minilm.errors import ConfigError
 from minilm.muon import BatchedMuon
+
+#: what each optimizer keeps of a parameter, by name: the count of its steps, else a tensor of the parameter's shape
+REMEMBERED = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"}, BatchedMuon: {"momentum_buffer"}}
 
 
 class Optim(ABC):
@@ -115,10 +118,24 @@ def load_states(optimizers: list[Optimizer], states: list[dict[str, Any]]) -> No
             optimizer.load_state_dict(state)
             for group, options in zip(optimizer.param_groups, built, strict=True):
                 group.update(options)
-    except ValueError:
+            if not all(_fits(p, kept, REMEMBERED[type(optimizer)]) for p, kept in optimizer.state.items()):
+                raise ValueError
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         raise ConfigError(
             "optim: a resumed run may change its rates, but not which optimizer updates which parameter"
         ) from None
+
+
+def _fits(p: Any, kept: Any, names: set[str]) -> bool:
+    """Whether this is what an optimizer that remembers `names` keeps of a parameter."""
+    return (
+        isinstance(p, Tensor)
+        and kept.keys() == names
+        and all(isinstance(value, Tensor) and value.is_floating_point() for value in kept.values())
+        and all(value.shape == (() if name == "step" else p.shape) for name, value in kept.items())
+    )
 
 
 def check_rates(section: str, **rates: float) -> None:

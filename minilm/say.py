@@ -16,6 +16,7 @@ from minilm.generation import Generator, Speed, encode_prompt
 from minilm.runtime import DTYPES, Compile, check_seed, resolve_device, set_threads
 from minilm.sampling import Sampler
 from minilm.streaming import write
+from minilm.trouble import machine_trouble
 
 MOST_SAMPLES = 1 << 16
 
@@ -54,6 +55,12 @@ class GenerateConfig:
 def say(config: dict[str, Any]) -> None:
     """Generate as the configuration says. Raises ConfigError before anything is written."""
     options = GenerateConfig(**check(GenerateConfig, config, ""))
+    lower = f"samples={options.samples}, max_new_tokens={options.max_new_tokens}"
+    with machine_trouble(f"{lower}: lower them, give fewer prompts at a time, or say precision=bf16"):
+        _say(options)
+
+
+def _say(options: GenerateConfig) -> None:
     sampler = Sampler(
         temperature=options.temperature,
         top_k=options.top_k,

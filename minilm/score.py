@@ -9,6 +9,7 @@ from minilm.data import TokenData, read_text
 from minilm.errors import ConfigError
 from minilm.evaluation import evaluate, perplexity
 from minilm.runtime import Precision, autocast, resolve_device, resolve_precision, set_threads
+from minilm.trouble import machine_trouble
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def score(config: dict[str, Any]) -> list[tuple[str, str]]:
             "the first one is" if given == 1 else f"the first {given}, which its mask shows the model, are"
         )
         raise ConfigError(f"data.path={source.path}: {count}, and {first} not predicted; give more")
-    with bar("windows") as progress:
+    lower = f"batch_size={options.batch_size} and the context block_size={size}: lower batch_size"
+    with machine_trouble(lower), bar("windows") as progress:
         loss = evaluate(
             model,
             tokens,

@@ -29,11 +29,11 @@ class Folder:
                 files = sorted(
                     set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
                 )
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ConfigError(f"{path / INDEX}: not an index of shards; copy it again") from None
         self._file_of: dict[str, Path] = {}
         for name in files:
-            file = path / Path(name).name  # an index leads nowhere else
+            file = path / Path(str(name)).name  # an index leads nowhere else
             with _open(file) as tensors:
                 self._file_of |= dict.fromkeys(tensors.keys(), file)
 
@@ -50,7 +50,11 @@ class Folder:
     def read(self, name: str) -> Tensor:
         """A tensor in float32. Its file is closed again, so that what was read before is not kept in memory."""
         with _open(self._file_of[name]) as tensors:
-            return tensors.get_tensor(name).to(torch.float32, copy=True)
+            try:
+                return tensors.get_tensor(name).to(torch.float32, copy=True)
+            except RuntimeError as error:  # a shape or a type that torch has not
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"{self._file_of[name]}: {name} cannot be read ({reason:.200})") from None
 
 
 def _open(file: Path):

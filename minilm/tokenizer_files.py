@@ -131,7 +131,7 @@ def _recognise(text: str) -> Tokenizer | None:
                 else Byte(bool(specials))
             )
         return own if json.loads(to_json(own)) == data else None
-    except (ValueError, LookupError, TypeError, AttributeError, ConfigError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigError):
         return None
 
 
@@ -151,8 +151,8 @@ def to_tiktoken(tokenizer: Tokenizer) -> dict[str, str]:
 
 def from_tiktoken(folder: Path) -> BPE:
     """The tokenizer of such a folder. Raises ConfigError naming what is missing or damaged."""
-    about, ranks = _read(folder / ENCODING), []
-    for number, line in enumerate(_read(folder / RANKS).splitlines()):
+    about, ranks = read(folder / ENCODING), []
+    for number, line in enumerate(read(folder / RANKS).splitlines()):
         token, _, rank = line.partition(" ")
         if rank != str(number):
             raise ConfigError(
@@ -167,7 +167,7 @@ def from_tiktoken(folder: Path) -> BPE:
             "ranks": ranks,
             "specials": given["special_tokens"],
         }
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise ConfigError(f"{folder / ENCODING}: expected pat_str and special_tokens, as JSON") from None
     made = from_dict(data)
     assert isinstance(made, BPE)
@@ -188,14 +188,15 @@ class TokenizerFile(Tokenizer):
             if (place / RANKS).is_file():
                 return from_tiktoken(place)  # type: ignore[return-value]
             file = place / "tokenizer.json" if place.is_dir() else place
-            definition = _read(file)
+            definition = read(file)
             own = '"kind"' in definition[:10]  # a checkpoint of ours
             return from_dict(json.loads(definition)) if own else from_json(definition)  # type: ignore[return-value]
-        except (ConfigError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody, nested too deeply
             raise ConfigError(f"tokenizer.path={path}: {error}") from None
 
 
-def _read(file: Path) -> str:
+def read(file: Path) -> str:
+    """The text of a file. Raises ConfigError naming it."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

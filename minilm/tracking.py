@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from minilm.errors import ConfigError
+from minilm.files import open_own
 
 CONNECT_SECONDS = 30  # how long wandb may try to reach its server before training goes on without it
 FINISH_SECONDS = 60  # and how long it may take to deliver the rest at the end
@@ -27,7 +28,7 @@ class AppendLog:
     """
 
     def __init__(self, path: Path | str, resume_at: int | None = None) -> None:
-        self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+        self._file = open_own(path)
         if resume_at is not None and resume_at < self._file.tell():
             self._file.truncate(resume_at)
             self._file.seek(resume_at)

@@ -39,6 +39,20 @@ MOST = 10**12  # steps, which no run reaches; what counts them is 64 bits wide
 MOST_WINDOWS = 1 << 20  # at a time
 HEALTH_WINDOWS = 2  # enough for means over thousands of rows
 
+#: what `Trainer.restore` reads of a checkpoint's state, and the types that it was saved with
+RESTORED: dict[str, tuple[type, ...]] = {
+    "scaler": (dict,),
+    "step": (int,),
+    "seen": (int,),
+    "train_seconds": (float,),
+    "skipped": (int,),
+    "best": (float,),
+    "val_loss": (float, type(None)),
+    "metrics_position": (int,),
+    "samples_position": (int,),
+    "wandb_run_id": (str, type(None)),
+}
+
 #: how a queue says that it wants the machine back; a job's runner may handle it, as submitit does
 REQUEUE = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
@@ -48,7 +62,8 @@ class TrainConfig:
     """configs/train.yaml, section train.
 
     batch_size: windows an update. micro_batch_size: windows at a time, where memory is short; the gradient is the
-    same. grad_clip: largest norm of the gradient, null for none. eval_interval, log_interval, save_interval:
+    same. grad_clip: largest norm of the gradient, null for none. skip_nonfinite: updates that a run may leave out
+    because their loss or gradient is not finite; the next one stops it. eval_interval, log_interval, save_interval:
     in steps; save_interval null saves at each evaluation. health_interval: steps between looks at the layers'
     scores and softmax (`attention.diagnostics.health`), null for none. keep: checkpoints kept besides the best.
     sample_prompt: null starts a paragraph. sample_tokens: 0 for no samples.
@@ -58,6 +73,7 @@ class TrainConfig:
     batch_size: int
     micro_batch_size: int | None = None
     grad_clip: float | None = 1.0
+    skip_nonfinite: int = 0
     eval_interval: int = 250
     eval_batch_size: int = 64
     log_interval: int = 10
@@ -73,7 +89,7 @@ class TrainConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(f"train.{key}={value}: a positive whole number")
-        for key in ("max_steps", "sample_tokens"):
+        for key in ("max_steps", "sample_tokens", "skip_nonfinite"):
             if not 0 <= getattr(self, key) <= MOST:
                 raise ConfigError(f"train.{key}={getattr(self, key)}: a whole number from 0 to {MOST:,}")
         for key in ("batch_size", "eval_batch_size"):
@@ -130,6 +146,7 @@ class Trainer:
         self.step = 0
         self.seen = 0  # windows trained on: where the data goes on, whatever the batch size was
         self.seconds = 0.0  # the training clock: updates alone
+        self.skipped = 0  # updates left out, their loss or gradient not being finite
         self.best = float("inf")
         self.val_loss: float | None = None
         self.resumed: Checkpoint | None = None
@@ -139,11 +156,20 @@ class Trainer:
 
     def restore(self, saved: Checkpoint) -> None:
         """Take up a run where its checkpoint left it; model and optimizers have their states already."""
-        state = saved.state
+        batch_size = saved.config.get("train", {}).get("batch_size", self.config.batch_size)
+        state = {
+            "skipped": 0,
+            "seen": saved.step * batch_size,
+        } | saved.state  # runs of old knew nothing of these
+        for key, kinds in RESTORED.items():
+            value = state.get(key)
+            if key not in state or type(value) not in kinds or (type(value) is int and value < 0):
+                raise ConfigError(
+                    f"checkpoint {saved.path}: state.pt: {key} is {value!r:.80}, as no run saves it"
+                )
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.seconds = state["step"], state["train_seconds"]
-        then = saved.config.get("train", {}).get("batch_size", self.config.batch_size)
-        self.seen = state.get("seen", self.step * then)
+        self.seen, self.skipped = state["seen"], state["skipped"]
         self.best, self.val_loss = state["best"], state["val_loss"]
         self.resumed, self.saved_at = saved, saved.step
         self.run_id = self.writer.run_id or state["wandb_run_id"]
@@ -201,10 +227,16 @@ class Trainer:
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-        norm = step(self.optimizers, self.model.parameters(), self.scaler, c.grad_clip)
+        norm = step(self.optimizers, self.model.parameters(), self.scaler, c.grad_clip, loss=mean)
+        measured = {"lr": self.rates[0][0] * factor, "grad_norm": norm}
         if not np.isfinite(mean) or not (self.scaler.is_enabled() or np.isfinite(norm)):
-            self._fail(f"the loss is {mean} and the gradient's norm {norm}")
-        return mean, {"lr": self.rates[0][0] * factor, "grad_norm": norm}
+            what = f"the loss is {mean} and the gradient's norm {norm}"
+            if self.skipped == c.skip_nonfinite:
+                self._fail(what)
+            self.skipped += 1
+            self.console.say(f"step {self.step}: {what}: left out ({self.skipped} of {c.skip_nonfinite})")
+            measured["skipped"] = self.skipped
+        return mean, measured
 
     def _report(self, loss: float, measured: dict[str, float]) -> None:
         """Log, evaluate, sample and save, whichever is due after this step."""
@@ -214,7 +246,7 @@ class Trainer:
         if evaluating:
             self._check_weights()
         record: dict[str, Any] = {}
-        if self.step == 1 or self.step % c.log_interval == 0 or last:
+        if self.step == 1 or self.step % c.log_interval == 0 or last or "skipped" in measured:
             record |= {"train/loss": loss, **measured}
         if c.health_interval and self.step % c.health_interval == 0:
             windows = torch.from_numpy(self.windows.batch(self.seen, HEALTH_WINDOWS))
@@ -312,6 +344,7 @@ class Trainer:
                 "optimizers": optimizers,
                 "scaler": self.scaler.state_dict(),
                 "train_seconds": self.seconds,
+                "skipped": self.skipped,
                 "best": self.best,
                 "val_loss": self.val_loss,
                 "metrics_position": self.metrics.position(),
@@ -332,11 +365,17 @@ class Trainer:
             self._fail("the weights are no longer finite")
 
     def _fail(self, what: str) -> None:
+        raise self.world.refusal(
+            f"step {self.step}: {what}, training stops; {self.last_good()}; try a lower optim.lr, or "
+            "train.skip_nonfinite=N to leave out up to N such updates"
+        )
+
+    def last_good(self) -> str:
+        """What a run that breaks off has saved, for a person."""
         try:
-            good = f"the last good checkpoint is {checkpoints.find(self.run)}"
+            return f"the last good step is {self.saved_at}, in {checkpoints.find(self.run)}"
         except ConfigError:
-            good = "no checkpoint was saved yet"
-        raise self.world.refusal(f"step {self.step}: {what}, training stops; {good}; try a lower optim.lr")
+            return "no checkpoint was saved yet"
 
     def _stopped(self) -> bool:
         """Whether a signal has come to any process."""
@@ -404,16 +443,20 @@ def step(
     parameters: Iterable[nn.Parameter],
     scaler: torch.amp.GradScaler,
     limit: float | None,
+    *,
+    loss: float = 0.0,
 ) -> float:
     """Clip the gradient to a norm of `limit` (None: as it is), step and forget it; returns the norm it had.
 
-    A gradient that is not finite moves nothing.
+    A gradient or a `loss` that is not finite moves nothing.
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = float(whole(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)))
     for optimizer in optimizers:
-        if scaler.is_enabled() or np.isfinite(norm):  # a scaler that is enabled looks itself
+        if np.isfinite(loss) and (
+            scaler.is_enabled() or np.isfinite(norm)
+        ):  # a scaler looks at the norm itself
             scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()

@@ -97,7 +97,10 @@ def script_as_typed(name: str, *arguments: str, cwd: Path, stdin: bytes = b"", *
 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """forked(name, *arguments, cwd=…): a script in a new process. `at` and `send`: see `_child`."""
+    """forked(name, *arguments, cwd=…): a script in a new process. `at`, `send` and `prepare`: see `_child`.
+
+    seconds: how long it may live.
+    """
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo when the first optimizer is made
     context.set_forkserver_preload(
@@ -105,13 +108,25 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     )
     cache = tmp_path_factory.mktemp("root")
 
-    def run(name: str, *arguments: str, cwd: Path, stdin: bytes = b"", at: str = "", send=()) -> Result:
+    def run(
+        name: str,
+        *arguments: str,
+        cwd: Path,
+        stdin: bytes = b"",
+        at: str = "",
+        send: tuple[int, ...] = (),
+        prepare: Callable[[], None] | None = None,
+        seconds: float = 600,
+    ) -> Result:
         streams = tmp_path_factory.mktemp("streams")
         (streams / "in").write_bytes(stdin)
-        process = context.Process(target=_child, args=(name, arguments, cwd, cache, streams, at, send))
+        process = context.Process(
+            target=_child, args=(name, arguments, cwd, cache, streams, at, send, prepare)
+        )
         process.start()
-        process.join(timeout=600)
+        process.join(timeout=seconds)
         process.kill()  # of no effect on one that has ended
+        process.join()
         out, err = ((streams / stream).read_text(encoding="utf-8") for stream in ("out", "err"))
         return Result(process.exitcode, out, err)
 
@@ -119,10 +134,17 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
 
 
 def _child(
-    name: str, arguments: list[str], cwd: Path, root: Path, streams: Path, at: str, send: tuple[int, ...]
+    name: str,
+    arguments: tuple[str, ...],
+    cwd: Path,
+    root: Path,
+    streams: Path,
+    at: str,
+    send: tuple[int, ...],
+    prepare: Callable[[], None] | None,
 ) -> None:
     """A script in this process, which sends itself the signals `send` where training does `at`: '_update 7', or
-    '_update 7 2' for that of seed 2.
+    '_update 7 2' for that of seed 2. prepare: called before the script is.
     """
     for number, stream in enumerate(("in", "out", "err")):
         os.dup2(os.open(streams / stream, os.O_RDWR | os.O_CREAT), number)
@@ -146,6 +168,8 @@ def _child(
 
         setattr(training.Trainer, method, disturbed)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if prepare is not None:
+        prepare()
     sys.argv = [f"{name}.py", *arguments]
     try:
         runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")

@@ -204,6 +204,16 @@ def test_a_value_of_the_wrong_type_is_refused_in_plain_words(options, says):
     assert str(refused.value).startswith(says)
 
 
+def test_what_a_constructor_cannot_do_without_is_asked_for():
+    def needs(given: str, width: int, *, depth: float = 1.0):
+        raise AssertionError("only its signature is looked at")
+
+    with pytest.raises(ConfigError, match=r"^here\.width has no value: expected a whole number$"):
+        check(needs, {"depth": 2}, "here", exclude=("given",))
+    with pytest.raises(ConfigError, match=r"did you mean here\.width\?"):
+        check(needs, {"wdith": 2}, "here", exclude=("given",))
+
+
 def test_a_value_of_the_right_type_is_kept():
     options = {"number": 1, "pair": [0, 0.5], "texts": ["a"], "maybe": None, "mode": "strict", "word": "off"}
     checked = check(takes, options, "here")

@@ -296,6 +296,21 @@ def test_a_run_can_be_moved(tmp_path):
     assert_holds(load(tmp_path / "b"), 100)
 
 
+@pytest.mark.parametrize("jump", [-3600, 3600])
+def test_a_clock_that_jumps_does_not_change_which_checkpoints_are_new(tmp_path, jump):
+    """The checkpoints so far look an hour older or younger than a clock now says."""
+    for step in (100, 200):
+        save(tmp_path, step)
+    for path in (tmp_path / "checkpoints").glob("step_*"):
+        stamp = path.stat().st_mtime_ns - jump * 10**9
+        os.utime(path, ns=(stamp, stamp))
+    for step in (300, 400, 500):
+        save(tmp_path, step)
+        assert names(tmp_path) == ["last", f"step_{step - 100:08d}", f"step_{step:08d}"]
+    (tmp_path / "checkpoints" / "last").unlink()
+    assert find(tmp_path).name == "step_00000500"
+
+
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ConfigError, match="keep=0"):
         save(tmp_path, 1, keep=0)
@@ -332,6 +347,25 @@ def test_no_checkpoint_says_what_was_looked_for(tmp_path):
             find(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 300, "~nobody-of-this-name/run", "a/" * 3000, ""])
+def test_a_name_that_no_folder_can_have_is_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no checkpoint at"):
+        find(name)
+
+
+@pytest.mark.parametrize("link", ["checkpoints/last", "checkpoints/best", "checkpoints/step_00000900"])
+def test_a_link_that_leads_out_of_its_run_is_refused(tmp_path, link):
+    """In a run that came from elsewhere: to go on with it would write into the folder that the link leads to."""
+    own, other = save(tmp_path / "run", 100), save(tmp_path / "other", 200)
+    for path in (tmp_path / "run" / link, own.parent / "last"):
+        path.unlink(missing_ok=True)
+    (tmp_path / "run" / link).symlink_to(os.path.relpath(other, own.parent))
+    for name in (tmp_path / "run" / link, tmp_path / "run") if "last" in link else (tmp_path / "run" / link,):
+        with pytest.raises(ConfigError, match=f"leads out of its folder, to {other}"):
+            find(name)
 
 
 # ---- interruptions ----
@@ -507,40 +541,45 @@ def test_missing_files_are_named(tmp_path, name):
     assert str(caught.value) == f"checkpoint {path}: {name} is missing: use {good}"
 
 
-@pytest.mark.parametrize("name", [*FILES, SUMS])
-def test_truncated_files_are_named(tmp_path, name):
+@pytest.mark.parametrize("bits", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_file_cut_at_any_byte_or_with_any_bit_flipped_is_named_and_the_checkpoint_before_offered(
+    tmp_path, bits
+):
+    """Every length and every byte, of which a bit is flipped, or each of them in turn."""
     good, path = save(tmp_path, 400), save(tmp_path, 500)
-    content = (path / name).read_bytes()
-    for length in {0, 1, 7, 8, 9, len(content) // 2, len(content) - 1}:
-        (path / name).write_bytes(content[:length])
-        with pytest.raises(ConfigError) as caught:
-            load(tmp_path)
-        assert str(caught.value).startswith(f"checkpoint {path}: {name} is damaged")
-        assert str(caught.value).endswith(f"use {good}")
+    cases = 0
+    for name in (*FILES, SUMS):
+        content = (path / name).read_bytes()
+        for place in range(len(content)):
+            for damaged in (content[:place], *(flipped(content, place, bit) for bit in range(bits))):
+                (path / name).write_bytes(damaged)
+                problem = checkpoints.damage(path, FILES) or ""
+                # a bit of the checksums may make any of their files look wrong
+                assert "damaged" in problem or "missing" in problem, (name, place)
+                assert name in problem or name == SUMS, (name, place)
+                cases += 1
+                if cases % 500 == 0:
+                    with pytest.raises(ConfigError) as caught:
+                        load(tmp_path)
+                    assert str(caught.value) == f"checkpoint {path}: {problem}: use {good}"
+        (path / name).write_bytes(content)
+    assert cases > 5000
+    assert_holds(load(tmp_path), 500)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_flipped_bits_are_named(tmp_path, name):
+def flipped(content, place, bit):
+    return content[:place] + bytes([content[place] ^ 1 << (place + bit) % 8]) + content[place + 1 :]
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     path = save(tmp_path, 500)
-    content = (path / name).read_bytes()
-    for place in range(0, len(content), max(1, len(content) // 40)):
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << place % 8
-        (path / name).write_bytes(flipped)
-        with pytest.raises(
-            ConfigError, match=rf"{name} is damaged .*: no other checkpoint beside it is whole"
-        ):
-            load(path)
 
+    def refuse(file):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
 
-def test_flipped_bits_of_the_checksums_are_noticed(tmp_path):
-    path = save(tmp_path, 500)
-    content = (path / SUMS).read_bytes()
-    for place in range(len(content)):
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << place % 8
-        (path / SUMS).write_bytes(flipped)
-        assert SUMS in (checkpoints.damage(path, FILES) or ""), place
+    monkeypatch.setattr(checkpoints.files, "sha256_of", refuse)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read \(Permission denied\)"):
+        load(path)
 
 
 def test_a_damaged_good_checkpoint_is_not_recommended(tmp_path):

@@ -114,6 +114,23 @@ def test_tales_are_written_once_and_read_back_the_same(tmp_path, monkeypatch):
         Tales(n_bytes=2000, seed=2).read()
 
 
+@pytest.mark.parametrize("damage", ["a bit", "cut short", "empty"])
+def test_damaged_tales_are_written_anew(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr("minilm.data.ROOT", tmp_path)
+    first = Tales(n_bytes=2000)
+    text = first.read()
+    (path,) = tmp_path.rglob("*.npz")
+    raw = path.read_bytes()
+    middle = len(raw) // 2
+    flipped = raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]
+    path.write_bytes({"a bit": flipped, "cut short": raw[:-9], "empty": b""}[damage])
+    again = Tales(n_bytes=2000)
+    with pytest.warns(UserWarning, match="damaged, and made anew"):
+        assert again.read() == text
+    assert again.floor(0) == first.floor(0)
+    assert Tales(n_bytes=2000).read() == text  # and now without a warning
+
+
 def test_the_floor_of_the_tales_is_that_of_the_validation_text():
     corpus = Tales(n_bytes=2000)
     assert corpus.read() == corpus.made.text
@@ -271,6 +288,29 @@ def test_a_cache_that_was_cut_short_is_made_anew(tmp_path, damage):
     if "no tokens" in damage:
         (folder / "train.bin").unlink()
     assert np.array_equal(prepare(corpus(), TEXT, Byte(), tmp_path).train, train)
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut short", "another tokenizer's", "no facts at all"])
+def test_a_damaged_cache_is_noticed_and_made_anew(tmp_path, damage):
+    """Also where the tokens and facts of another tokenizer lie in the place of this one's."""
+    whole = np.array(prepare(corpus(), TEXT, Byte(), tmp_path).train)
+    (folder,) = tmp_path.iterdir()
+    raw = (folder / "train.bin").read_bytes()
+    if damage == "a bit":
+        (folder / "train.bin").write_bytes(raw[:99] + bytes([raw[99] ^ 1]) + raw[100:])
+    elif damage == "cut short":
+        (folder / "train.bin").write_bytes(raw[:-1])
+    elif damage == "no facts at all":
+        (folder / "facts.json").write_text("[" * 100_000)
+    else:
+        prepare(corpus(), TEXT, Char.fit(TEXT), tmp_path)
+        (other,) = set(tmp_path.iterdir()) - {folder}
+        for file in other.iterdir():
+            file.replace(folder / file.name)
+    with pytest.warns(UserWarning, match="the cached tokens are damaged, and made anew"):
+        again = prepare(corpus(), TEXT, Byte(), tmp_path)
+    assert np.array_equal(again.train, whole)
+    assert np.array_equal(prepare(corpus(), TEXT, Byte(), tmp_path).train, whole)  # and now without a warning
 
 
 # ---- small texts ----

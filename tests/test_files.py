@@ -1,6 +1,9 @@
 import errno
 import hashlib
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -63,6 +66,54 @@ def test_the_old_file_stays_whole_until_the_new_one_is(tmp_path):
 
     write_atomic(path, write)
     assert path.read_text() == "after"
+
+
+# ---- one process at a time ----
+
+HOLDER = """
+import sys, time
+from minilm.files import held
+with held(sys.argv[1], "busy"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_file_is_held_against_other_processes_until_the_one_that_holds_it_dies(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("kept")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="busy"), files.held(path, "busy"):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with files.held(path, "busy"):
+        pass
+    assert path.read_text() == "kept"
+
+
+@pytest.mark.parametrize("without", ["locks on this disk", "locks on this system"])
+def test_where_there_are_no_locks_nobody_is_refused(tmp_path, monkeypatch, without):
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if without == "locks on this disk":
+        monkeypatch.setattr("fcntl.flock", refuse)
+    else:
+        monkeypatch.setattr(files, "fcntl", None)
+    with files.held(tmp_path / "file", "busy"), files.held(tmp_path / "file", "busy"):
+        pass
+
+
+def test_a_run_writes_through_no_link(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "metrics.jsonl").symlink_to("victim")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a link, to victim: remove it"):
+        files.open_own(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "victim").read_text() == "precious"
 
 
 # ---- folders ----

@@ -446,8 +446,10 @@ def spoil(trainer, at, how):
         logits = forward(x)
         if trainer.step == at and how == "loss":
             return logits * float("nan")
+        if trainer.step == at and how == "loss alone":  # its gradient is finite
+            return logits.masked_fill(torch.arange(logits.shape[-1]) > 0, -torch.inf)
         if trainer.step == at and how == "gradient":
-            first.register_hook(lambda grad: grad * float("inf"))
+            first.register_hook(lambda grad: grad * float("inf" if trainer.step == at else 1))
         if trainer.step == at and how == "weights":
             for rates in trainer.rates:
                 rates[:] = [float("inf")] * len(rates)
@@ -477,6 +479,39 @@ def test_a_number_that_is_none_stops_the_run_and_overwrites_nothing(tmp_path, ho
     saved = checkpoint.load(tmp_path)
     assert saved.step == 4
     assert all(w.isfinite().all() for w in saved.weights.values())
+
+
+@pytest.mark.parametrize("how", ["loss", "loss alone", "gradient"])
+def test_updates_that_are_no_number_may_be_left_out_up_to_a_number(tmp_path, capsys, how):
+    """They change nothing, are counted also through a resume, and logged; one more than was allowed stops the run."""
+    at = {5, 7}
+
+    def spoilt(trainer):
+        for number in at:
+            spoil(trainer, number, how)
+        update = trainer._update
+
+        def watched():
+            before = weights(trainer)
+            result = update()
+            assert same(weights(trainer), before) == (trainer.step in at)
+            return result
+
+        trainer._update = watched
+        return trainer
+
+    spoilt(make(tmp_path, max_steps=6, skip_nonfinite=2, log_interval=100)).fit()
+    at.remove(5)
+    spoilt(resume(tmp_path, max_steps=10, skip_nonfinite=2, log_interval=100)).fit()
+    skips = {record["step"]: record["skipped"] for record in records(tmp_path) if "skipped" in record}
+    assert skips == {6: 1, 8: 2}
+    assert "step 7: the loss is" in (said := capsys.readouterr().out)
+    assert "left out (2 of 2)" in said
+    assert checkpoint.load(tmp_path).state["skipped"] == 2
+    at.add(11)
+    with pytest.raises(ConfigError, match=r"step 11: .*the last good step is 10, in .*step_00000010"):
+        spoilt(resume(tmp_path, max_steps=12, skip_nonfinite=2)).fit()
+    assert checkpoint.load(tmp_path).step == 10
 
 
 def test_without_a_checkpoint_the_message_says_so(tmp_path):
@@ -546,6 +581,7 @@ def test_a_signal_in_the_last_step_leaves_a_run_that_is_done(tmp_path, capsys):
         {"save_interval": 0},
         {"keep": 0},
         {"sample_tokens": -1},
+        {"skip_nonfinite": -1},
     ],
     ids=str,
 )
