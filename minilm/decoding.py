@@ -82,6 +82,7 @@ class CompiledStep:
                 self._again = repeated(self._calls, inputs, logits)
                 self._calls.clear()
         else:  # a captured graph reads all slots, and the mask hides those to come
+            assert cache.capacity is not None  # its series grow
             slots = torch.arange(cache.capacity, device=tokens.device)
             for data in (data for pair in self._pairs for data in pair):  # written in place, where they are
                 torch._dynamo.mark_static_address(data, guard=False)
