@@ -349,7 +349,8 @@ def shares(weights: Sequence[float], total: int) -> np.ndarray:
     found = np.maximum(np.floor(exact), 1).astype(np.int64)
     while left := total - int(found.sum()):
         sign = 1 if left > 0 else -1
-        found[np.argmax(sign * (exact - found))] += sign
+        may = found > 1 if sign < 0 else np.ones_like(found, dtype=bool)
+        found[np.argmax(np.where(may, sign * (exact - found), -np.inf))] += sign
     return found
 
 

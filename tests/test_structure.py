@@ -16,7 +16,7 @@ LEVELS = [
     "parallel",
     "muon",
     "attention.frame optim console tales tensors tokenizer",
-    "attention.cache attention.kernels checkpoint streaming tracking",
+    "attention.cache attention.kernels checkpoint shards streaming tracking",
     "attention.layer data plots",
     "attention.linear attention.diagnostics embedding",
     "attention",

@@ -27,7 +27,6 @@ SHARED = (
     "threads",
     "compile",
 )  # of the bench's own words
-WARMUP = 0.05  # of a run's steps, where the schedule's own warm-up would be more
 
 
 class ScaleBench(Bench):
@@ -131,11 +130,8 @@ class ScaleBench(Bench):
     def train(self, run: Run, steps: int) -> Curve:
         """A run of so many steps, evaluated in its end."""
         config = {key: value for key, value in run.setting.config.items() if key != "vocab_size"}
-        schedule = config["schedule"]
-        if "warmup" in schedule:
-            schedule = schedule | {"warmup": min(schedule["warmup"], int(WARMUP * steps))}
         train = config["train"] | {"max_steps": steps, "eval_interval": steps, "sample_tokens": 0}
-        return trained(config | {"schedule": schedule, "train": train | {"health_interval": None}})
+        return trained(config | {"train": train | {"health_interval": None}})
 
     def table(self, rows: list[dict[str, Any]]) -> Table:
         columns = [
