@@ -244,7 +244,9 @@ def test_without_a_validation_text_none_is_measured(tmp_path):
 @pytest.mark.parametrize(
     ("mask", "shows"), [(Full(), True), (Prefix(T + 1), True), (Prefix(T), False)], ids=str
 )
-def test_a_mask_that_shows_all_targets_is_told_plainly_and_one_without_end_writes_no_samples(tmp_path, capsys, mask, shows):
+def test_a_mask_that_shows_all_targets_is_told_and_a_full_one_writes_no_samples(
+    tmp_path, capsys, mask, shows
+):
     make(tmp_path, mask=mask).fit()
     assert ("the loss is no language-modelling loss" in capsys.readouterr().out) == shows
     assert ((tmp_path / "samples.txt").read_text() == "") == isinstance(mask, Full)

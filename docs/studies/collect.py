@@ -13,7 +13,8 @@ HERE = Path(__file__).parent
 HEAD = """# Studies
 
 What the textbooks say, beside what minilm measured. `report.html` in each folder is the whole page, with the command
-and configuration of every run; `python scripts/ablate.py study=NAME` makes it again.
+and configuration of every run; `python scripts/ablate.py study=NAME` makes it again. Most of these runs shared their
+machine with other work, so what they say of time is of no use; losses do not depend on it.
 """
 
 
