@@ -331,6 +331,7 @@ class Windows:
 
     def _round(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the windows of a round, (ROUND,) each: the source, and how many of the same source are before it."""
+        assert self.places is not None
         if self._latest[0] != turn:
             drawn = permute(np.arange(ROUND), ROUND, (self.seed, turn, 0, 1))
             source, rank = np.searchsorted(np.cumsum(self.places), drawn, side="right"), np.empty_like(drawn)
