@@ -169,7 +169,8 @@ def build_model(config: dict[str, Any], vocab_size: int, end_token: int | None =
             position=position,
         )
 
-    separate = config.get("data", {}).get("document_mask", False)
+    data = config.get("data")
+    separate = isinstance(data, dict) and data.get("document_mask", False)
     return GPT(shape, position=position, attention=attention, end_token=end_token if separate else None)
 
 

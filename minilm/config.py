@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -130,9 +130,10 @@ def script(
                 others[:] = [a for a in arguments if for_others and _is_for_others(name, a)]
                 sys.argv[1:] = [as_typed(argument) for argument in arguments if argument not in others]
                 typed[:] = sys.argv[1:]
-                with tempfile.TemporaryDirectory() as aside:
+                with ExitStack() as aside:
                     if not keeps and get_args_parser().parse_args().multirun:
-                        sys.argv.append(as_text("hydra.sweep.dir", aside))
+                        folder = aside.enter_context(tempfile.TemporaryDirectory())
+                        sys.argv.append(as_text("hydra.sweep.dir", folder))
                     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
                 if refused:
                     raise JobFailed

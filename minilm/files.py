@@ -37,6 +37,12 @@ def write_atomic(path: Path | str, data: Content) -> None:
     sync(path.parent)
 
 
+def clear_unfinished(folder: Path) -> None:
+    """Remove what writes to files of a folder left that were killed in the middle; for who is alone in it."""
+    for path in folder.glob(".*.tmp-*-*"):
+        path.unlink(missing_ok=True)
+
+
 @contextmanager
 def new_folder(path: Path | str) -> Iterator[Path]:
     """A folder to write into, which gets its name `path` when the block ends, and is gone if it fails.

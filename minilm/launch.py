@@ -343,7 +343,8 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
         merged = overlay(command.config | {section: saved.config[section] for section in SECTIONS}, command)
-    merged = rooted({"parallel": command.config["parallel"]} | merged | {"init_from": begun_from})
+    parallel = merged.get("parallel", command.config["parallel"])
+    merged = rooted(merged | {"parallel": parallel, "init_from": begun_from})
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section in saved.config and section not in MAY_CHANGE:

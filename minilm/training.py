@@ -25,6 +25,7 @@ from minilm.console import Console
 from minilm.data import TokenData, Windows
 from minilm.errors import ConfigError
 from minilm.evaluation import at_least_float32, evaluate, perplexity
+from minilm.files import clear_unfinished
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
 from minilm.parallel import ALONE, World, local, whole
@@ -178,6 +179,8 @@ class Trainer:
         """Train to the end, or until a signal; always leaves a checkpoint of the last whole step."""
         at = self.resumed.state if self.resumed else {}
         folder = self.run if self.world.main else None
+        if folder:
+            clear_unfinished(folder)
         self.metrics = MetricsLog(_log(folder, "metrics.jsonl"), resume_at=at.get("metrics_position", 0))
         self.samples = AppendLog(_log(folder, "samples.txt"), resume_at=at.get("samples_position", 0))
         with (
@@ -329,34 +332,33 @@ class Trainer:
         if self.saved_at == self.step and not best:
             return  # nothing has happened since
         self._check_weights()
-        self.saved_at = self.step
         weights = self.world.gather(self.model.state_dict(keep_vars=True))
         optimizers = self.world.gather([optimizer.state_dict() for optimizer in self.optimizers])
-        if not self.world.main:
-            return
-        checkpoints.save(
-            self.run,
-            self.step,
-            weights=weights,
-            state={
-                "step": self.step,
-                "seen": self.seen,
-                "optimizers": optimizers,
-                "scaler": self.scaler.state_dict(),
-                "train_seconds": self.seconds,
-                "skipped": self.skipped,
-                "best": self.best,
-                "val_loss": self.val_loss,
-                "metrics_position": self.metrics.position(),
-                "samples_position": self.samples.position(),
-                "wandb_run_id": self.run_id,
-                "source": self.data.source,
-            },
-            config=self.settings,
-            tokenizer=self.tokenizer.to_dict(),
-            best=best,
-            keep=self.config.keep,
-        )
+        if self.world.main:
+            checkpoints.save(
+                self.run,
+                self.step,
+                weights=weights,
+                state={
+                    "step": self.step,
+                    "seen": self.seen,
+                    "optimizers": optimizers,
+                    "scaler": self.scaler.state_dict(),
+                    "train_seconds": self.seconds,
+                    "skipped": self.skipped,
+                    "best": self.best,
+                    "val_loss": self.val_loss,
+                    "metrics_position": self.metrics.position(),
+                    "samples_position": self.samples.position(),
+                    "wandb_run_id": self.run_id,
+                    "source": self.data.source,
+                },
+                config=self.settings,
+                tokenizer=self.tokenizer.to_dict(),
+                best=best,
+                keep=self.config.keep,
+            )
+        self.saved_at = self.step
 
     def _check_weights(self) -> None:
         """A finite loss can still make a last step to nowhere, which must not replace a good checkpoint."""

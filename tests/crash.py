@@ -104,17 +104,20 @@ def ticking() -> SimpleNamespace:
     return SimpleNamespace(perf_counter=lambda: float(next(ticks)), time_ns=time.time_ns)
 
 
+WATCHED = ExitStack()  # lives as long as the process
+
+
 def in_this_process(at: int | None = None, tally: Path | None = None) -> None:
     """For the start of a process of its own: it is killed at operation `at`; `tally` gets the names of all it did."""
     from minilm import training
 
     training.time = ticking()  # type: ignore[assignment]
     disk = Disk(at, die)
-    ExitStack().enter_context(disk.watch()) if tally is None else _tallied(disk, tally)
+    WATCHED.enter_context(disk.watch()) if tally is None else _tallied(disk, tally)
 
 
 def _tallied(disk: Disk, tally: Path) -> None:
-    import atexit
+    from multiprocessing.util import Finalize
 
     watching = disk.watch()
     watching.__enter__()
@@ -123,4 +126,4 @@ def _tallied(disk: Disk, tally: Path) -> None:
         watching.__exit__(None, None, None)
         tally.write_text("\n".join(disk.names))
 
-    atexit.register(write)
+    Finalize(None, write, exitpriority=0)

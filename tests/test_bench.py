@@ -246,7 +246,7 @@ def test_start_bench(tmp_path):
     [
         (["bench=step", "bench.ways=[fp32,fp8]"], "fp8: expected fp32 or bf16"),
         (["bench=step", "bench.ways=[fp32]"], "two or more"),
-        (["bench=prepare", "tokenizer=byte"], "this bench is about byte pairs"),
+        (["bench=prepare", "tokenizer=byte"], "tokenizer.vocab_size: no such key here"),
         (["bench=prepare", "bench.megabytes=0"], "positive whole numbers"),
         (["bench=step", "bench.ways=[bf16 compiled,fp32]"], "the first not compiled"),
         (["bench=attention", "bench.lengths=[100,300]"], "twice the one before"),
@@ -290,7 +290,8 @@ def test_numbers_are_short():
 # The check of a GPU
 
 
-def test_without_a_gpu_its_check_says_what_it_skipped(capsys):
+def test_without_a_gpu_its_check_says_what_it_skipped(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     check = runpy.run_path(str(CONFIGS.parent / "scripts" / "gpu_check.py"))
     if torch.cuda.is_available():
         pytest.skip("there is one")

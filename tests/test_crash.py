@@ -101,7 +101,7 @@ STRIKES = {
 }
 # at which operations: at some from half of the run on, that is in the second checkpoint, which takes the place of the
 # first; with -m slow at every one, a signal from where training begins
-STRIDES = {"SIGKILL": 2, "disk full": 2, "SIGTERM": 16, "Ctrl-C": 16, "Ctrl-C twice": 6}
+STRIDES = {"SIGKILL": 5, "disk full": 5, "SIGTERM": 24, "Ctrl-C": 24, "Ctrl-C twice": 8}
 
 
 @pytest.mark.parametrize("name", STRIKES)

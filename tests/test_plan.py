@@ -80,13 +80,17 @@ def test_mistakes_are_told(word, told):
 # The vocabulary
 
 
-def resolve(kind, said=None, **options):
+def resolve(kind, said=None, documents=False, **options):
     options = {"_target_": f"minilm.tokenizer.{kind}", **options}
-    return resolve_vocab_size({"vocab_size": said, "tokenizer": options})[0]
+    data = (
+        {"_target_": "minilm.sources.Folder", "path": "."} if documents else {"_target_": "minilm.data.PyDoc"}
+    )
+    return resolve_vocab_size({"vocab_size": said, "tokenizer": options, "data": data})[0]
 
 
 def test_a_tokenizer_that_needs_no_text_tells_its_size():
     assert resolve("Byte") == 256
+    assert resolve("Byte", documents=True) == 257  # and an end token
     assert resolve("BPE", vocab_size=512) == 512
     assert resolve("Tiktoken", name="gpt2") == VOCABULARIES["gpt2"] == 50257
     assert resolve("Char") == CHAR

@@ -33,8 +33,10 @@ RUNS = {  # recipe, seed: (seconds, loss) at each evaluation
 @pytest.mark.parametrize(
     ("faster", "loss", "hold"), [(20.0, 1.91, [True, True]), (20.1, 1.9, [False, False])]
 )
-def test_a_race_claims_of_its_slowest_and_of_its_worst_seed(faster, loss, hold, monkeypatch):
+def test_a_race_claims_of_its_slowest_and_of_its_worst_seed(faster, loss, hold, monkeypatch, tmp_path):
     ran = []
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("text")
 
     def compose(name, words):
         said = dict(word.split("=") for word in words)

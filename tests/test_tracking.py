@@ -237,7 +237,7 @@ def test_a_missing_package_names_the_cure(tmp_path, monkeypatch):
 
 def test_an_unknown_mode_names_the_choices():
     with pytest.raises(ConfigError, match=r"wandb\.mode=onlin: expected disabled or offline or online"):
-        check(start_wandb, {"mode": "onlin"}, "wandb")
+        check(start_wandb, {"mode": "onlin", "project": "minilm", "name": None, "group": None}, "wandb")
 
 
 class BrokenRun:

@@ -229,7 +229,7 @@ def test_each_run_of_a_sweep_is_the_single_run(forked, tiny, tmp_path):
 def test_a_failing_run_of_a_sweep_shows_and_the_others_are_whole(forked, tiny, tmp_path):
     result = forked("train", *tiny, "-m", "model.n_head=2,3,1", "out_dir=sweep", cwd=tmp_path)
     assert result.status == 2
-    assert result.err.splitlines()[-1].startswith("train: model.n_head=3 must divide model.n_embd=16")
+    assert result.err.splitlines()[-1].startswith("train: model.n_head=3: model.n_head=3 must divide")
     assert "Traceback" not in result.err
     assert [checkpoint.load(tmp_path / "sweep" / name).step for name in "02"] == [20, 20]
     assert not (tmp_path / "sweep" / "1" / "metrics.jsonl").exists()

@@ -156,7 +156,9 @@ def resolve_vocab_size(config: dict[str, Any]) -> tuple[int, str]:
     if kind == "Byte":
         return (257, "all bytes and an end token") if build_corpus(config).documents else (256, "all bytes")
     if kind == "BPE":
-        size = check(BPE.fit, {"vocab_size": options.get("vocab_size")}, "tokenizer")["vocab_size"]
+        size = check(
+            BPE.fit, {"vocab_size": options.get("vocab_size")}, "tokenizer", exclude=("texts", "end")
+        )["vocab_size"]
         if size < 257:
             raise ConfigError(f"tokenizer.vocab_size={size}: 257 or more, all bytes and an end token")
         return size, "tokenizer.vocab_size"

@@ -136,13 +136,13 @@ def test_what_no_mistake_of_the_users_explains_fails_alone_too(call, tiny, tmp_p
 
     def fit(self):
         if self.seed == 1:
-            raise MemoryError("no room\nat all")
+            raise LookupError("no room\nat all")
         plain(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(training.Trainer, "fit", fit)
         assert call("ablate", *STUDY, *tiny).status == 1
-    assert [row["reason"] for row in results(tmp_path / "study")] == ["MemoryError: no room"] * 2 + [""] * 2
+    assert [row["reason"] for row in results(tmp_path / "study")] == ["LookupError: no room"] * 2 + [""] * 2
     assert "Traceback" in (tmp_path / "study" / "sqrt" / "seed_1" / "log.txt").read_text()
     assert call("ablate", *STUDY, *tiny).status == 0  # the failed ones are tried again
 
