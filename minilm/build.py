@@ -25,7 +25,7 @@ from minilm.attention.masks import Mask
 from minilm.attention.positions import Position
 from minilm.checkpoint import Checkpoint
 from minilm.data import ROOT, Corpus
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, one_line
 from minilm.model import GPT, GPTConfig
 from minilm.tokenizer import Tokenizer
 
@@ -202,8 +202,7 @@ def sketch(
         with torch.device("meta"):
             return build_model(config, vocab_size, end_token)
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes that no tensor can have
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{source}: its configuration makes no model ({reason:.200})") from error
+        raise ConfigError(f"{source}: its configuration makes no model ({one_line(error):.200})") from error
 
 
 def restore(path: str | Path, device: torch.device) -> tuple[GPT, Tokenizer, Checkpoint]:

@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor, nn
 
 from minilm import files
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, one_line
 
 WEIGHTS, CONFIG, TOKENIZER, STATE = FILES = ("model.safetensors", "config.yaml", "tokenizer.json", "state.pt")
 SUMS = "checksums.json"  # the size and sha256 of each of FILES
@@ -294,7 +294,7 @@ def load(path: Path | str, *, state: bool = True) -> Checkpoint:
             parts[name] = read(folder / name)
         except Exception as error:  # whatever a parser makes of a file from elsewhere
             deep = isinstance(error, RecursionError)
-            reason = "it is nested too deeply" if deep else " ".join(str(error).split())[:200]
+            reason = "it is nested too deeply" if deep else one_line(error)[:200]
             raise ConfigError(f"checkpoint {folder}: {name} is not what minilm writes: {reason}") from error
     step, weights = parts[WEIGHTS]["step"], parts[WEIGHTS]["weights"]
     return Checkpoint(folder, step, parts[CONFIG], parts[TOKENIZER], weights, parts[STATE])

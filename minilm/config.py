@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, one_line
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -157,12 +157,12 @@ def mistakes_in_one_line(name: str, called: str) -> Iterator[None]:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and os.environ.get("RANK", "0") != "0":
             time.sleep(MAIN_SECONDS)
         else:
-            print(f"{called}: {' '.join(_explain(name, error).split())}", file=sys.stderr)
+            print(f"{called}: {one_line(_explain(name, error))}", file=sys.stderr)
         sys.exit(2)
     except ValueError as error:
         if not _raised_in_hydra(error):
             raise
-        print(f"{called}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{called}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # a reader that has had enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit fails once more
@@ -329,7 +329,7 @@ def compose(name: str, words: list[str]) -> dict[str, Any]:
         _check_keys(name, own, _declared(name, choices))
         return OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
-        raise ConfigError(" ".join(_explain(name, error).split())) from None
+        raise ConfigError(one_line(_explain(name, error))) from None
 
 
 def choices(word: str) -> list[str]:

@@ -249,7 +249,7 @@ def prepare(corpus: Text, text: str, tokenizer: Tokenizer, cache: Path) -> Token
         "dtype": dtype.name,
         "cut": cut,
     }
-    folder = cache / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache / hash_of(facts)
     if not _holds(folder, facts):
         if (folder / "facts.json").exists():
             warnings.warn(f"{folder}: the cached tokens are damaged, and made anew", stacklevel=2)
@@ -262,6 +262,11 @@ def prepare(corpus: Text, text: str, tokenizer: Tokenizer, cache: Path) -> Token
     nats = corpus.floor(cut)
     floor = nats / len(val) if nats is not None and len(val) else None
     return TokenData(train, val, len(parts["val"].encode()), floor, facts["source"])
+
+
+def hash_of(facts: Any) -> str:
+    """A name for what was made of these facts, plain JSON."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _holds(cache: Path, facts: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ def write_atomic(path: Path | str, data: Content) -> None:
     (a full disk's OSError, Ctrl-C) the old file stays and nothing else is left behind.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _unfinished(path)
     try:
         write_synced(temporary, data)
         os.replace(temporary, path)
@@ -35,6 +35,11 @@ def write_atomic(path: Path | str, data: Content) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def _unfinished(path: Path) -> Path:
+    """A name beside `path` that no other process uses, for what is to be there."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -50,7 +55,7 @@ def new_folder(path: Path | str) -> Iterator[Path]:
     ConfigError where `path` holds something already.
     """
     path = Path(path).expanduser()
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _unfinished(path)
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"out={path} is there already: name a new folder")

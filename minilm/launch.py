@@ -8,7 +8,7 @@ import signal
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,9 +29,7 @@ from minilm.model import GPT
 from minilm.optim import Optim, load_states
 from minilm.parallel import ALONE, Parallel, World, joined
 from minilm.runtime import (
-    Compile,
-    Precision,
-    check_seed,
+    MachineConfig,
     compile_model,
     resolve_precision,
     set_deterministic,
@@ -73,22 +71,14 @@ MAY_CHANGE = (
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(MachineConfig):
     """The top level of configs/train.yaml."""
 
-    seed: int
-    device: str
-    precision: Precision
-    threads: int | None
-    compile: Compile
     out_dir: Name
     resume: Name | None
     init_from: Name | None
     tensorboard: bool
     deterministic: bool = False  # older checkpoints do not say it
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -164,12 +154,10 @@ def train(command: Command) -> Trainer:
     parallel = construct(command.config, "parallel", Parallel)
     # the stack is of what ends with the run: its folder is let go
     with joined(command.config["device"], parallel.timeout) as world, ExitStack() as stack:
-        trainer = _train(
-            world.share(command), world, stack
-        )  # a folder named by the clock is the main process's
-    if (
-        trainer.stopped_by in REQUEUE
-    ):  # all is saved: now whoever handled that signal before us may requeue the job
+        # shared, as a folder named by the clock is the main process's
+        trainer = _train(world.share(command), world, stack)
+    if trainer.stopped_by in REQUEUE:
+        # all is saved: now whoever handled that signal before us may requeue the job
         signal.raise_signal(trainer.stopped_by)  # type: ignore[arg-type]
     return trainer
 
@@ -292,7 +280,9 @@ def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
 
 def options_of(settings: dict[str, Any]) -> RunConfig:
     """The top level of a run's configuration. Raises ConfigError for what is none."""
-    top = {key: value for key, value in settings.items() if key in RunConfig.__annotations__}
+    top = {
+        key: value for key, value in settings.items() if key in {field.name for field in fields(RunConfig)}
+    }
     return RunConfig(**check(RunConfig, top, ""))
 
 
@@ -336,15 +326,13 @@ def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
                 f"checkpoint {saved.path}: config.yaml: {section} is no section, as a run saves it"
             )
     if "recipe" not in command.said:
-        merged = overlay(
-            command.config | saved.config, command
-        )  # with the keys that older runs knew nothing of
+        # with the keys that older runs knew nothing of
+        merged = overlay(command.config | saved.config, command)
     elif begun_from is None:
         merged = command.config
     else:  # a recipe had no say in what came with the weights
         merged = overlay(command.config | {section: saved.config[section] for section in SECTIONS}, command)
-    parallel = merged.get("parallel", command.config["parallel"])
-    merged = rooted(merged | {"parallel": parallel, "init_from": begun_from})
+    merged = rooted(merged | {"init_from": begun_from})
     for section in sorted(set(merged) | set(saved.config)):
         then, now = saved.config.get(section), merged.get(section)
         if then != now and section in saved.config and section not in MAY_CHANGE:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, one_line
 from minilm.runtime import resolve_device
 
 T = TypeVar("T")
@@ -249,7 +249,7 @@ def joined(device: str, timeout: float) -> Iterator[World]:
         dist.destroy_process_group()
         raise
     except RuntimeError as error:
-        text = " ".join(str(error).split())
+        text = one_line(error)
         if not isinstance(error, dist.DistError) and not re.search(LOST, text):
             raise
         said = re.sub(r"^\[\S+\] ", "", text).partition(". ")[0]

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -86,6 +87,20 @@ def set_deterministic(strict: bool) -> None:
 def check_seed(seed: int) -> None:
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"seed={seed}: a whole number from 0 to 2^63 - 1")
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Of the top level of configs/train.yaml, what says how a machine is used."""
+
+    seed: int
+    device: str
+    precision: Precision
+    threads: int | None
+    compile: Compile
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:

@@ -7,8 +7,6 @@ Adding one is a class here with a `fingerprint`, a `size` and a `read`, and a fi
 """
 
 import codecs
-import hashlib
-import importlib
 import json
 import math
 import os
@@ -24,8 +22,8 @@ import numpy as np
 
 from minilm import shards
 from minilm.console import bar, short
-from minilm.data import Corpus, TokenData, Tokens, check_fraction, normalise_newlines
-from minilm.errors import ConfigError
+from minilm.data import Corpus, TokenData, Tokens, check_fraction, hash_of, normalise_newlines
+from minilm.errors import ConfigError, first_line, installed
 from minilm.files import write_atomic
 from minilm.shards import Parse, Piece, Shards
 from minilm.tokenizer import Tokenizer, from_dict
@@ -480,22 +478,11 @@ def no_column(column: str, where: str, names: Iterable[str]) -> str:
     return f"data.text_column={column}: {where} has no such column; it has {', '.join(names) or 'none'}"
 
 
-def hash_of(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def need(package: str, what: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        name = package.partition(".")[0]
-        raise ConfigError(f"{what} needs the package {name}: pip install -e '.[data]'") from None
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    name = package.partition(".")[0]
+    return installed(package, f"{what} needs the package {name}: pip install -e '.[data]'")

@@ -13,7 +13,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, one_line
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -53,8 +53,9 @@ class Folder:
             try:
                 return tensors.get_tensor(name).to(torch.float32, copy=True)
             except RuntimeError as error:  # a shape or a type that torch has not
-                reason = " ".join(str(error).split())
-                raise ConfigError(f"{self._file_of[name]}: {name} cannot be read ({reason:.200})") from None
+                raise ConfigError(
+                    f"{self._file_of[name]}: {name} cannot be read ({one_line(error):.200})"
+                ) from None
 
 
 def _open(file: Path):

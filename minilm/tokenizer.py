@@ -11,7 +11,6 @@ bpe and the published encodings have <|endoftext|>, char and byte get one (`end`
 
 import base64
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, installed
 
 T = TypeVar("T")
 
@@ -461,9 +460,7 @@ def _show(char: str) -> str:
 
 
 def need(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(
-            f"tokenizer needs the package {package}: pip install {package}, or use tokenizer=char or byte"
-        ) from error
+    return installed(
+        package,
+        f"tokenizer needs the package {package}: pip install {package}, or use tokenizer=char or byte",
+    )

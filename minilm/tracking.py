@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, first_line
 from minilm.files import open_own
 
 CONNECT_SECONDS = 30  # how long wandb may try to reach its server before training goes on without it
@@ -303,7 +303,3 @@ def start_wandb(
                 f"wandb cannot run {attempt}, going on {instead}: {first_line(error)}", stacklevel=2
             )
     return Tracker()
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

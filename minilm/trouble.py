@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, one_line
 
 OUT_OF_MEMORY = (
     r"can't allocate memory|not enough memory|out of memory"  # the CPU's and mps's allocators say so
@@ -29,7 +29,7 @@ def machine_trouble(memory: str, left: Callable[[], str] = str) -> Iterator[None
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        text = " ".join(str(error).split())
+        text = one_line(error)
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not re.search(OUT_OF_MEMORY, text):
             raise
         wanted = re.search(r"(?i)(tried|unable) to allocate [\d.]+ \w+", text)

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 
+def answer(function: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> Any:
+    """The JSON that function(config) prints in a new Python."""
+    return json.loads(in_child(function, config, stdout=subprocess.PIPE, check=True).stdout)
+
+
 def in_child(
     function: Callable[[dict[str, Any]], None], config: dict[str, Any], **options: Any
 ) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 import json
 import resource
-import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minilm.bench.base import Bench, Claim, Report, Table
-from minilm.bench.child import in_child
+from minilm.bench.child import answer
 from minilm.bench.measure import Progress, median_seconds
 from minilm.bench.report import COLORS, INK, show_bytes, show_number, show_seconds
 from minilm.bench.setting import Setting
@@ -62,9 +61,9 @@ class PrepareBench(Bench):
             seconds = median_seconds(cases, setting.device, repeats=self.repeats, least=0, progress=progress)
             data = made[-1]
             words = {"path": str(path), "tokenizer": tokenizer.to_dict()}
-            preparing = weighed(weigh_preparing, words)
+            preparing = answer(weigh_preparing, words)
             progress.step()
-        reading = weighed(weigh_reading, {"bytes": self.mapped * 10**6})
+        reading = answer(weigh_reading, {"bytes": self.mapped * 10**6})
         progress.step()
         n_tokens, n_cores = len(data.train) + len(data.val) - len(texts), cores()  # without the end tokens
         rates = {name: n_tokens / taken for name, taken in seconds.items()}
@@ -160,10 +159,6 @@ def weigh_reading(config: dict[str, Any]) -> None:
         for step in range(1, STEPS + 1):
             windows.batch(step * BATCH, BATCH)
         print(json.dumps({"grown": peak_resident() - before}))
-
-
-def weighed(function: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> dict[str, int]:
-    return json.loads(in_child(function, config, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _draw(rates: dict[str, float], figure: Any) -> None:

@@ -18,15 +18,8 @@ from minilm.config import compose
 from minilm.errors import ConfigError
 from minilm.launch import rooted
 
-SHARED = (
-    "data",
-    "tokenizer",
-    "seed",
-    "device",
-    "precision",
-    "threads",
-    "compile",
-)  # of the bench's own words
+#: of the bench's own words
+SHARED = ("data", "tokenizer", "seed", "device", "precision", "threads", "compile")
 
 
 class ScaleBench(Bench):

@@ -16,9 +16,7 @@ from minilm.model import GPT
 from minilm.optim import Optim
 from minilm.runtime import (
     DTYPES,
-    Compile,
-    Precision,
-    check_seed,
+    MachineConfig,
     resolve_device,
     resolve_precision,
     set_threads,
@@ -30,20 +28,6 @@ from minilm.training import TrainConfig
 #: what the published encodings hold; other tokenizers know their size, or learn it from the text
 VOCABULARIES = {"gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
 CHAR = 65  # the alphabet of tiny Shakespeare
-
-
-@dataclass(frozen=True)
-class MachineConfig:
-    """Of the top level of configs/train.yaml, what a plan or bench goes by."""
-
-    seed: int
-    device: str
-    precision: Precision
-    threads: int | None
-    compile: Compile
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from minilm.bench.base import Bench, Claim, Report, Table
-from minilm.bench.child import in_child
+from minilm.bench.child import answer
 from minilm.bench.measure import Product, Progress, median_seconds
 from minilm.bench.report import COLORS, INK, show_bytes, show_number, show_seconds
 from minilm.bench.setting import Run, Setting
@@ -65,7 +64,7 @@ class StepBench(Bench):
         del cases
         weights = {}
         for way, it in settings.items():
-            weights[way] = _weigh_apart(it)
+            weights[way] = answer(weigh, it.config)
             progress.step()
         flops = model_flops(setting)
         rates = {name: product.flops / seconds[name] for name, product in products.items()}
@@ -160,10 +159,6 @@ def peak_resident() -> int:
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _weigh_apart(setting: Setting) -> dict[str, int]:
-    return json.loads(in_child(weigh, setting.config, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _setting_of(setting: Setting, way: str) -> Setting:

@@ -14,12 +14,11 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from minilm import config as command_line
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, first_line, one_line
 from minilm.files import write_atomic
 from minilm.lab.longer import evaluate_longer
 from minilm.lab.results import FAILED, LOG, read
 from minilm.lab.study import Job, Study
-from minilm.tracking import first_line
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Work:
                     if isinstance(error, ConfigError)
                     else f"{type(error).__name__}: {first_line(error)}"
                 )
-                write_atomic(command.out_dir / FAILED, " ".join(said.split()))
+                write_atomic(command.out_dir / FAILED, one_line(said))
                 return
         if stopped_by:
             sys.exit(128 + stopped_by)  # no failure of this run: the study was stopped

@@ -1,12 +1,11 @@
 """What scripts/ablate.py does: plan, run, report."""
 
-import importlib
 import sys
 from pathlib import Path
 
 from minilm.bench.report import print_table
 from minilm.config import Command
-from minilm.errors import ConfigError
+from minilm.errors import installed
 from minilm.lab.findings import Findings
 from minilm.lab.jobs import launch
 from minilm.lab.live import Live
@@ -18,10 +17,7 @@ NEEDED = ("scipy", "statsmodels", "jinja2")
 def ablate(command: Command) -> bool:
     """Run a study to its report. False if a run failed. Raises ConfigError before the first run."""
     for package in NEEDED:
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise ConfigError(f"the lab needs {package}: pip install -e '.[lab]'") from None
+        installed(package, f"the lab needs {package}: pip install -e '.[lab]'")
     from minilm.lab.report import outcome, write
 
     study = plan(command)
