@@ -37,6 +37,9 @@ T = TypeVar("T")
 
 #: in what gloo and NCCL say of a process that is gone, or silent
 LOST = r"(?i)gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting"
+#: the groups that this process has been in, held until it ends: where DDP's reducer drops the last hold on a group, it
+#: waits for the group's threads while it keeps the interpreter, and a thread that has to free a tensor waits for that
+_GROUPS: list[Any] = []
 
 
 class World:
@@ -104,6 +107,7 @@ class Processes(World):
     def __init__(self) -> None:
         import torch.distributed as dist
 
+        _GROUPS.append(dist.group.WORLD)
         self.dist = dist
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))

@@ -10,17 +10,20 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, TINY, script_as_typed
+from crash import Disk, die
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -31,7 +34,6 @@ from minilm.parallel import ALONE, World
 
 REQUEUED = 77
 CLOCK = {"train_seconds", "tokens_per_second"}
-CLOSE = {"rtol": 0, "atol": 1e-10}
 STEPS = ["train.batch_size=12", "train.micro_batch_size=3", "train.eval_interval=10", "train.grad_clip=0.5"]
 STEPS += ["train.eval_batch_size=8", "train.sample_tokens=3", "train.health_interval=15"]
 #: tied and n-gram weights; and a norm that no gradient reaches, with matrices that no process holds whole
@@ -49,6 +51,7 @@ class Said:
     kind: str = ""
     step: int | None = None
     stopped_by: int | None = None
+    disk: list[str] = dataclasses.field(default_factory=list)
     starts: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     seeds: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
 
@@ -67,7 +70,11 @@ def asked(text_file):
 
 
 def run_all(commands, here: Path) -> list[Said]:
-    """In this process, in float64, with everything slow left out."""
+    """In this process, in float64, with everything slow left out.
+
+    A command is disturbed in its step 10, in the last process, by an error or by the signal of a name; or the first
+    process is killed: at that operation of its disk, if it is a whole number, or after so many seconds.
+    """
     os.chdir(here)
     launch.ROOT, training.plot_loss = here / "root", lambda *args, **options: None
     os.fsync = lambda descriptor: None
@@ -76,10 +83,15 @@ def run_all(commands, here: Path) -> list[Said]:
         torch.set_default_dtype(torch.float64 if command.config["precision"] == "fp32" else torch.float32)
         os.environ["MASTER_PORT"] = str(port)
         said.append(it := Said())
-        last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-        note(it, disturb if last else "")
+        rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+        note(it, disturb if rank == last and isinstance(disturb, str) else "")
+        disk = Disk(disturb if rank == 0 and isinstance(disturb, int) else None, die)
+        it.disk = disk.names
+        if rank == 0 and isinstance(disturb, float):
+            threading.Timer(disturb, die).start()
         try:
-            trainer = launch.train(command)
+            with disk.watch():
+                trainer = launch.train(command)
             it.step, it.stopped_by = trainer.step, trainer.stopped_by
         except (ConfigError, ValueError) as error:
             it.error, it.kind = str(error), type(error).__name__
@@ -163,14 +175,15 @@ def records(run):
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
 
 
-def assert_same_run(ours: Path, theirs: Path) -> None:
-    """Losses, norms, rates, evaluations, weights and moments are those of the other run to 1e-10."""
+def assert_same_run(ours: Path, theirs: Path, apart: float = 1e-10) -> None:
+    """Losses, norms, rates, evaluations, weights and moments are those of the other run, or so little apart."""
+    close = {"rtol": 0, "atol": apart}
     for a, b in zip(records(ours), records(theirs), strict=True):
-        assert a == pytest.approx(b, rel=0, abs=1e-10)
+        assert a == pytest.approx(b, rel=0, abs=apart)
     a, b = checkpoint.load(ours), checkpoint.load(theirs)
-    torch.testing.assert_close(a.weights, b.weights, **CLOSE)
+    torch.testing.assert_close(a.weights, b.weights, **close)
     assert all(weight.dtype == torch.float64 for weight in a.weights.values())
-    torch.testing.assert_close(a.state["optimizers"], b.state["optimizers"], **CLOSE)
+    torch.testing.assert_close(a.state["optimizers"], b.state["optimizers"], **close)
     assert (ours / "checkpoints/last").readlink() == (theirs / "checkpoints/last").readlink()
     assert (ours / "samples.txt").read_text() == (theirs / "samples.txt").read_text()
 
@@ -223,7 +236,7 @@ def test_two_processes_train_as_one(how, name, pair, alone):
 def test_three_processes_train_as_one(asked, group, alone):
     """Also where a process's four windows do not fill its micro-batches of three."""
     folder, codes, _ = group(3, [(asked(*MODELS["adamw"], out_dir="run"), "")])
-    assert codes == [0, 0, 0], (folder / "rank0/err").read_text()
+    assert codes == [0, 0, 0], [(folder / f"rank{rank}/err").read_text() for rank in range(3)]
     assert_same_run(folder / "rank0/run", alone[0] / "adamw")
 
 
@@ -320,6 +333,40 @@ def test_where_one_process_ends_the_others_end_and_say_why(disturb, codes, asked
     assert told[0].count("\n") == 1
     assert ("ZeroDivisionError: a bug in one process" in told[1]) == (disturb == "error")
     assert checkpoint.load(folder / "rank0/run").step == 10
+
+
+def go_on(asked, group, folder, kills):
+    """Two processes, of which one is killed and the other ends; started again each time, and at last left in peace."""
+    for kill in [*kills, ""]:
+        _, codes, _ = group(2, [(asked(*MODELS["adamw"], "resume=auto", out_dir="run"), kill)], folder)
+        told = [(folder / f"rank{rank}/err").read_text() for rank in range(2)]
+        assert codes in ([0, 0], [-signal.SIGKILL, 1], [1, -signal.SIGKILL]), told
+        assert codes == [0, 0] or kill, told
+        seen = [*(folder / "rank0/run/checkpoints").glob("step*")]
+        assert [checkpoint.damage(path, checkpoint.FILES) for path in seen] == [None] * len(seen)
+        yield codes
+
+
+def test_two_processes_of_which_one_is_killed_go_on_as_if_unbroken(asked, group, pair, tmp_path):
+    folder, _, [said, _] = pair
+    in_a_checkpoint = len(said["ddp-adamw"].disk) * 2 // 3
+    assert [*go_on(asked, group, tmp_path, [in_a_checkpoint])][0] == [-signal.SIGKILL, 1]
+    assert_same_run(tmp_path / "rank0/run", folder / "rank0/ddp-adamw", apart=0)
+
+
+@pytest.mark.slow
+def test_two_processes_killed_again_and_again(asked, group, pair, tmp_path, capsys):
+    """At one in three of the operations on the disk, at moments that chance chooses, and the second process."""
+    folder, _, [said, _] = pair
+    at = [[n] for n in range(1, len(said["ddp-adamw"].disk) + 1, 3)]
+    tries = [*at, *([random.uniform(0, 4.0) for _ in range(2)] for _ in range(5)), ["SIGKILL"]]
+    killed = 0
+    for n, kills in enumerate(tries):
+        killed += sum(codes != [0, 0] for codes in go_on(asked, group, tmp_path / str(n), kills))
+        assert_same_run(tmp_path / str(n) / "rank0/run", folder / "rank0/ddp-adamw", apart=0)
+    with capsys.disabled():
+        print(f"\none of two processes killed {killed} times")
+    assert killed > len(at)
 
 
 # ---- torchrun ----
