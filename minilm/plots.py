@@ -1,5 +1,8 @@
 """loss.png: the course of a run in one picture."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,21 @@ from minilm.tracking import read_metrics
 BLUE, RED, GREEN, INK, PALE = "#3d6fb4", "#d1495b", "#2e7d32", "#6b7280", "#e5e7eb"
 
 
+@contextmanager
+def freed() -> Iterator[None]:
+    """What is made within is let go after it, though its parts hold one another, as those of a figure do: megabytes
+    each time. Only what is new is looked through, which takes little.
+    """
+    collected = gc.isenabled()
+    gc.disable()  # what is new stays in the youngest generation
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+        gc.collect(0)
+
+
 def plot_loss(run: Path | str, *, floor: float | None = None) -> Path | None:
     """Draw RUN/loss.png from RUN/metrics.jsonl and return its path; None if no loss was measured yet.
 
@@ -23,7 +41,13 @@ def plot_loss(run: Path | str, *, floor: float | None = None) -> Path | None:
     train, val = series(records, "train/loss"), series(records, "val/loss")
     if not len(train) and not len(val):
         return None
+    with freed():
+        return _draw(run, records, train, val, floor)
 
+
+def _draw(
+    run: Path, records: list[dict[str, Any]], train: np.ndarray, val: np.ndarray, floor: float | None
+) -> Path:
     # the object interface: pyplot keeps every figure in global state and looks for a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,6 +1,5 @@
 """The loop: update, evaluate, report, save, resume. It knows nothing of the model's insides."""
 
-import gc
 import os
 import shlex
 import signal
@@ -275,7 +274,6 @@ class Trainer:
     def _plot(self) -> None:
         if self.world.main:
             plot_loss(self.run, floor=self.data.floor)
-            gc.collect()  # a figure's parts hold one another, megabytes each time, until such a collection
 
     def _evaluate(self) -> dict[str, float]:
         self.val_loss = loss = evaluate(
