@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -47,6 +48,20 @@ def test_nothing_measured_draws_nothing(tmp_path):
     write(tmp_path, [(1, {"lr": 0.1})])
     assert plot_loss(tmp_path) is None
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_picture_is_let_go_at_once(tmp_path):
+    """Its parts hold one another, so that nothing but the collector frees them: megabytes at each evaluation."""
+    from matplotlib.figure import Figure
+
+    write(tmp_path, CURVE)
+    gc.disable()  # so that it is no accident
+    try:
+        for _ in range(2):
+            plot_loss(tmp_path)
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Figure)]
+    finally:
+        gc.enable()
 
 
 def test_neither_pyplot_nor_torch_is_needed(tmp_path):
