@@ -76,13 +76,23 @@ def new_folder(path: Path | str) -> Iterator[Path]:
 
 def write_synced(path: Path | str, data: Content) -> None:
     """Write `data` to `path` and wait until the disk holds it; its name is safe once its folder is synced too."""
-    with open(path, "wb") as file:
+    with named(path), open(path, "wb") as file:
         if callable(data):
             data(file)
         else:
             file.write(data.encode() if isinstance(data, str) else data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def named(path: Path | str) -> Iterator[None]:
+    """An error of the disk within says of which file it is, as one of a write does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def sync(path: Path | str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from minilm.errors import ConfigError, first_line
-from minilm.files import open_own
+from minilm.files import named, open_own
 
 CONNECT_SECONDS = 30  # how long wandb may try to reach its server before training goes on without it
 FINISH_SECONDS = 60  # and how long it may take to deliver the rest at the end
@@ -34,16 +34,18 @@ class AppendLog:
             self._file.seek(resume_at)
 
     def write(self, entry: Any) -> None:
-        self._file.write(self.render(entry).encode(errors="backslashreplace"))
-        self._file.flush()
+        with named(self._file.name):
+            self._file.write(self.render(entry).encode(errors="backslashreplace"))
+            self._file.flush()
 
     def render(self, entry: Any) -> str:
         return entry
 
     def position(self) -> int:
         """The length in bytes, after the disk holds it all."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
+        with named(self._file.name):
+            os.fsync(self._file.fileno())
+            return self._file.tell()
 
     def close(self) -> None:
         self._file.close()

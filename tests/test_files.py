@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from minilm import files
 from minilm.errors import ConfigError
-from minilm.files import sha256_of, write_atomic
+from minilm.files import sha256_of, write_atomic, write_synced
+from minilm.tracking import AppendLog
 
 FAULTS = [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
 
@@ -151,3 +153,15 @@ def test_an_empty_folder_may_be_filled_and_one_with_something_in_it_not(tmp_path
         files.new_folder(tmp_path / "new" / "x" / "y"),
     ):
         pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
+@pytest.mark.parametrize(
+    "write",
+    [lambda: write_synced("/dev/full", b"text"), lambda: AppendLog("/dev/full").write("text")],
+    ids=["a whole file", "a line"],
+)
+def test_a_full_disk_says_which_file_it_would_not_take(write):
+    with pytest.raises(OSError, match="/dev/full") as refused:
+        write()
+    assert refused.value.errno == errno.ENOSPC
