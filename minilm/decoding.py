@@ -10,6 +10,7 @@ step goes the plain way.
 """
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,8 @@ class Call(NamedTuple):
 class CompiledStep:
     """model(tokens, cache) for (B, 1) tokens, compiled where it can be; the same numbers up to rounding.
 
-    mode: as `compile_model` has it. The first step takes as long as compiling does: seconds to a minute.
+    mode: as `compile_model` has it. The first step takes as long as compiling does: seconds to a minute. Threads may
+    share it; they take turns.
     """
 
     def __init__(self, model: GPT, mode: bool | str = True) -> None:
@@ -59,10 +61,15 @@ class CompiledStep:
         self._by_channels = False
         self._calls: list[Call] = []  # of the graph, behind that cache
         self._again: Callable[[Inputs], Tensor] | None = None
+        self._turn = Lock()
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """(B, 1) -> logits (B, 1, V)"""
+        with self._turn:
+            return self._read(tokens, cache)
+
+    def _read(self, tokens: Tensor, cache: KVCache) -> Tensor:
         frame = cache.advance(tokens, self.model.position)
         tokens = self.model.with_past(tokens, cache)
         if cache is not self._cache:

@@ -1,5 +1,8 @@
 """A compiled step is a step: same logits, same tokens, and where it cannot be compiled the plain way, unasked."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,6 +208,22 @@ def test_as_a_captured_graph_reads_all_slots_the_tokens_are_the_same(name):
     step.on_cpu = False
     prompts = ((1, 2, 3), (4, 5, 6))
     assert tokens(model, 3 * T, prompts, step=step) == tokens(model, 3 * T, prompts, cache=False)
+
+
+def test_threads_that_share_a_step_write_what_one_does(monkeypatch):
+    model = make()
+    step, _ = traced(model, monkeypatch)
+    prompts = [[1 + i, 2, 3] for i in range(6)]
+    alone = [tokens(model, prompts=(prompt,)) for prompt in prompts]
+    tokens(model, step=step)  # is compiled
+    switched = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(max_workers=6) as pool:
+            together = list(pool.map(lambda prompt: tokens(model, prompts=(prompt,), step=step), prompts))
+    finally:
+        sys.setswitchinterval(switched)
+    assert together == alone
 
 
 def test_without_a_compiler_it_says_so_and_writes_the_same(monkeypatch):
