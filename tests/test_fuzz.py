@@ -71,7 +71,8 @@ def changed(draw, tree, values=VALUES):
             holder = holder[key]
         how = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename"]))
         if how == "replace":
-            holder[path[-1]] = copy.deepcopy(draw(values))  # else the next change would be to what is drawn from
+            # a copy: the next change would else be to what is drawn from
+            holder[path[-1]] = copy.deepcopy(draw(values))
         else:
             value = holder.pop(path[-1])
             if how == "rename" and isinstance(holder, dict):
