@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from minilm import checkpoint as checkpoints
@@ -23,17 +22,18 @@ from minilm.checkpoint import Checkpoint
 from minilm.console import Console
 from minilm.data import TokenData, Windows
 from minilm.errors import ConfigError
-from minilm.evaluation import at_least_float32, evaluate, perplexity
+from minilm.evaluation import evaluate, perplexity
 from minilm.files import clear_unfinished
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
-from minilm.parallel import ALONE, World, local, whole
+from minilm.parallel import ALONE, World, local
 from minilm.plots import plot_loss
 from minilm.runtime import autocast, seed_step
 from minilm.sampling import Sampler
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
 from minilm.tracking import AppendLog, MetricsLog, Tracker
+from minilm.update import gradients, step
 
 MOST = 10**12  # steps, which no run reaches; what counts them is 64 bits wide
 MOST_WINDOWS = 1 << 20  # at a time
@@ -405,62 +405,6 @@ class Trainer:
 def _log(folder: Path | None, name: str) -> Path:
     """A file of the run's; where there is none, nowhere."""
     return folder / name if folder else Path(os.devnull)
-
-
-def gradients(
-    forward: Callable[[Tensor], Tensor],
-    inputs: Tensor,
-    targets: Tensor,
-    *,
-    windows: int,
-    precision: str,
-    scaler: torch.amp.GradScaler,
-    world: World = ALONE,
-    hold: Callable[[], AbstractContextManager] = nullcontext,
-) -> float:
-    """The mean loss in nats per token; its gradient, times the scaler's factor, is added to the parameters'.
-
-    inputs, targets: (B, T), of which `windows` rows at a time are in memory; a target of −1 does not count. They are
-    this process's part of the batch; the mean is over all parts. hold: see `Trainer`.
-    """
-    counted = world.sum(int((targets >= 0).sum()))
-    mean = counted / world.size  # processes average their gradients, which are to be summed
-    total = torch.zeros((), device=inputs.device)
-    pieces = list(zip(inputs.split(windows), targets.split(windows), strict=True))
-    for i, (x, y) in enumerate(pieces, start=1):
-        with hold() if i < len(pieces) else nullcontext():
-            with autocast(inputs.device, precision):
-                logits = forward(x)
-            logits = at_least_float32(logits).flatten(0, 1)
-            loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
-            scaler.scale(loss / mean).backward()
-        total += loss.detach()
-    return world.sum(float(total)) / counted
-
-
-def step(
-    optimizers: list[Optimizer],
-    parameters: Iterable[nn.Parameter],
-    scaler: torch.amp.GradScaler,
-    limit: float | None,
-    *,
-    loss: float = 0.0,
-) -> float:
-    """Clip the gradient to a norm of `limit` (None: as it is), step and forget it; returns the norm it had.
-
-    A gradient or a `loss` that is not finite moves nothing.
-    """
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    norm = float(whole(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)))
-    for optimizer in optimizers:
-        if np.isfinite(loss) and (
-            scaler.is_enabled() or np.isfinite(norm)
-        ):  # a scaler looks at the norm itself
-            scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-    scaler.update()
-    return norm
 
 
 def nats_and_bits(loss: float, data: TokenData) -> str:
