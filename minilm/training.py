@@ -233,7 +233,7 @@ class Trainer:
         measured = {"lr": self.rates[0][0] * factor, "grad_norm": norm}
         if not np.isfinite(mean) or not (self.scaler.is_enabled() or np.isfinite(norm)):
             what = f"the loss is {mean} and the gradient's norm {norm}"
-            if self.skipped == c.skip_nonfinite:
+            if self.skipped >= c.skip_nonfinite:  # a resumed run may allow fewer
                 self._fail(what)
             self.skipped += 1
             self.console.say(f"step {self.step}: {what}: left out ({self.skipped} of {c.skip_nonfinite})")

@@ -504,6 +504,17 @@ def test_updates_that_are_no_number_may_be_left_out_up_to_a_number(tmp_path, cap
     assert checkpoint.load(tmp_path).step == 10
 
 
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_a_resumed_run_that_may_leave_out_fewer_updates_stops_at_the_next(tmp_path, limit):
+    trainer = make(tmp_path, max_steps=6, skip_nonfinite=2)
+    trainer.skipped = 2
+    trainer.fit()
+    again = resume(tmp_path, max_steps=12, skip_nonfinite=limit)
+    spoil(again, 7, "loss")
+    with pytest.raises(ConfigError, match="step 7: the loss is nan"):
+        again.fit()
+
+
 def test_without_a_checkpoint_the_message_says_so(tmp_path):
     trainer = make(tmp_path)
     spoil(trainer, 0, "loss")
