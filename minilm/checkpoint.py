@@ -333,6 +333,11 @@ def beside(checkpoint: Path) -> Path:
     return folder
 
 
+def run_folder(checkpoint: Path) -> Path:
+    """The run that a checkpoint's folder belongs to; one that was copied elsewhere stands for itself."""
+    return checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else checkpoint
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Also for a damaged one, so that `load` can say what is wrong with it."""
     return any((folder / name).is_file() for name in (WEIGHTS, STATE, SUMS))

@@ -149,7 +149,7 @@ class Trainer:
         self.skipped = 0  # updates left out, their loss or gradient not being finite
         self.best = float("inf")
         self.val_loss: float | None = None
-        self.resumed: Checkpoint | None = None
+        self.logged = {"metrics": 0, "samples": 0}  # bytes of the logs that the run to go on from had written
         self.saved_at: int | None = None
         self.stopped_by: int | None = None  # a signal, as all processes know
         self.signalled: int | None = None  # one that came to this process
@@ -171,17 +171,17 @@ class Trainer:
         self.step, self.seconds = state["step"], state["train_seconds"]
         self.seen, self.skipped = state["seen"], state["skipped"]
         self.best, self.val_loss = state["best"], state["val_loss"]
-        self.resumed, self.saved_at = saved, saved.step
+        self.logged = {name: state[f"{name}_position"] for name in self.logged}
+        self.saved_at = saved.step
         self.run_id = self.writer.run_id or state["wandb_run_id"]
 
     def fit(self) -> None:
         """Train to the end, or until a signal; always leaves a checkpoint of the last whole step."""
-        at = self.resumed.state if self.resumed else {}
         folder = self.run if self.world.main else None
         if folder:
             clear_unfinished(folder)
-        self.metrics = MetricsLog(_log(folder, "metrics.jsonl"), resume_at=at.get("metrics_position", 0))
-        self.samples = AppendLog(_log(folder, "samples.txt"), resume_at=at.get("samples_position", 0))
+        self.metrics = MetricsLog(_log(folder, "metrics.jsonl"), resume_at=self.logged["metrics"])
+        self.samples = AppendLog(_log(folder, "samples.txt"), resume_at=self.logged["samples"])
         with (
             self.metrics,
             self.samples,
