@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import safetensors.torch
+import safetensors
 import torch
 import yaml
 from torch import Tensor, nn
 
-from minilm import files
+from minilm import files, tensors
 from minilm.errors import ConfigError, one_line
 
 WEIGHTS, CONFIG, TOKENIZER, STATE = FILES = ("model.safetensors", "config.yaml", "tokenizer.json", "state.pt")
@@ -77,10 +77,12 @@ def save(
     check_plain(state, "state", PLAIN_OR_TENSOR)
     check_plain(config, "config")
     check_plain(tokenizer, "tokenizer")
-    tensors, tied = untie(clean_keys(weights))
+    held, tied = untie(clean_keys(weights))
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    dtypes = {name: tensor.dtype for name, tensor in held.items()}
     about = weights_header(step, tied)
     contents: dict[str, files.Content] = {
-        WEIGHTS: lambda file: write_weights(tensors, about, file),
+        WEIGHTS: lambda file: tensors.write(file, shapes, held.__getitem__, about, dtypes=dtypes),
         CONFIG: yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         TOKENIZER: json.dumps(tokenizer, ensure_ascii=False),
         STATE: lambda file: write_state(state, file),
@@ -140,8 +142,8 @@ def clean_keys(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def untie(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """CPU copies, tied tensors once only; and for each name left out, the name that holds its tensor."""
-    tensors: dict[str, Tensor] = {}
+    """The tensors, tied ones once only; and for each name left out, the name that holds its tensor."""
+    held: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple, str] = {}
     for name, tensor in weights.items():
@@ -150,20 +152,8 @@ def untie(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
             tied[name] = seen[place]
         else:
             seen[place] = name
-            # a clone, since safetensors refuses two views into one storage
-            tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return tensors, tied
-
-
-def write_weights(tensors: dict[str, Tensor], about: dict[str, str], file: BinaryIO) -> None:
-    """As safetensors writes them, but for its header, which it puts into another order each time."""
-    raw = memoryview(safetensors.torch.save(tensors, about))
-    end = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(bytes(raw[8:end])) | {"__metadata__": about}
-    again = json.dumps(header, sort_keys=True).encode()
-    again += b" " * (-len(again) % 8)
-    file.write(len(again).to_bytes(8, "little") + again)
-    file.write(raw[end:])
+            held[name] = tensor
+    return held, tied
 
 
 def write_state(state: dict[str, Any], file: BinaryIO) -> None:
@@ -333,6 +323,11 @@ def beside(checkpoint: Path) -> Path:
     return folder
 
 
+def run_folder(checkpoint: Path) -> Path:
+    """The run that a checkpoint's folder belongs to; one that was copied elsewhere stands for itself."""
+    return checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else checkpoint
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Also for a damaged one, so that `load` can say what is wrong with it."""
     return any((folder / name).is_file() for name in (WEIGHTS, STATE, SUMS))
@@ -408,9 +403,9 @@ def check_size(value: Any, most: int) -> None:
 
 
 def read_weights(file: Path) -> dict[str, Any]:
-    with safetensors.safe_open(file, framework="pt", device="cpu") as tensors:
-        about = tensors.metadata() or {}
-        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no dict)
+    with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+        about = opened.metadata() or {}
+        weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
     if not {"step", "tied"} <= about.keys():
         raise ValueError("its header names no step")
     weights |= {alias: weights[name] for alias, name in json.loads(about["tied"]).items()}

@@ -1,4 +1,4 @@
-"""From a command to a finished run: the run folder, a resume, everything checked and built, then the loop."""
+"""From a command to a finished run: everything checked and built, the run folder, then the loop."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import random
 import signal
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -15,19 +15,19 @@ from typing import Any, Self
 import torch
 import yaml
 
-from minilm import checkpoint as checkpoints
 from minilm import tokenizer as tokenizers
 from minilm.build import Name, build_corpus, build_model, check, construct, load_weights, outline
 from minilm.checkpoint import Checkpoint
-from minilm.config import Command, differences, overlay
+from minilm.config import Command
 from minilm.data import ROOT, Corpus, TokenData
 from minilm.errors import ConfigError
-from minilm.files import held, write_atomic
-from minilm.finetune import SECTIONS, start_from
+from minilm.files import write_atomic
+from minilm.finetune import start_from
 from minilm.maps import picture_of
 from minilm.model import GPT
 from minilm.optim import Optim, load_states
 from minilm.parallel import ALONE, Parallel, World, joined
+from minilm.resume import alone_in, find_resumed, folder_of, merge, rooted
 from minilm.runtime import (
     MachineConfig,
     compile_model,
@@ -47,27 +47,6 @@ from minilm.tracking import (
 )
 from minilm.training import REQUEUE, TrainConfig, Trainer, sample_prompt
 from minilm.trouble import machine_trouble
-
-#: where texts lie; that they are the same ones is checked by their hash
-MAY_MOVE = ("data.path", "data.sources")
-
-#: what a resumed run may change; everything else makes another run
-MAY_CHANGE = (
-    "train",
-    "optim",
-    "schedule",
-    "wandb",
-    "tensorboard",
-    "parallel",
-    "device",
-    "precision",
-    "threads",
-    "compile",
-    "deterministic",
-    "resume",
-    "init_from",
-    "out_dir",
-)
 
 
 @dataclass(frozen=True)
@@ -163,6 +142,21 @@ def train(command: Command) -> Trainer:
 
 
 def _train(command: Command, world: World, stack: ExitStack) -> Trainer:
+    trainer = _trainer(command, world, stack)
+    exit_code = 1
+    try:
+        with machine_trouble(_memory(trainer.config, trainer.settings), trainer.last_good):
+            trainer.fit()
+        exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
+    finally:
+        trainer.writer.finish(exit_code)
+    return trainer
+
+
+def _trainer(command: Command, world: World, stack: ExitStack) -> Trainer:
+    """All that is needed to train, in the run's folder. A checkpoint that the run begins with is held no longer than
+    this takes: it is as large as the model and what its optimizers remember.
+    """
     settings, saved, source = world.on_main(lambda: _beginning(command))
     begins = saved or source
 
@@ -189,8 +183,8 @@ def _train(command: Command, world: World, stack: ExitStack) -> Trainer:
         states = world.spread(saved.state.get("optimizers", []), optimizers)
         world.together(lambda: load_states(optimizers, states))
 
-    run = world.on_main(lambda: _folder_of(saved, command) if saved else _new_folder(command))
-    world.on_main(lambda: stack.enter_context(_alone_in(run)))
+    run = world.on_main(lambda: folder_of(saved, command) if saved else _new_folder(command))
+    world.on_main(lambda: stack.enter_context(alone_in(run)))
     settings = rooted(settings) | {"out_dir": str(run), "resume": None}
     run_id = saved.state.get("wandb_run_id") if saved else None
     writer = Trackers([Elsewhere()])
@@ -224,21 +218,7 @@ def _train(command: Command, world: World, stack: ExitStack) -> Trainer:
     )
     if saved:
         trainer.restore(saved)
-    exit_code = 1
-    try:
-        with machine_trouble(_memory(parts.train, settings), trainer.last_good):
-            trainer.fit()
-        exit_code = 128 + trainer.stopped_by if trainer.stopped_by else 0
-    finally:
-        writer.finish(exit_code)
     return trainer
-
-
-def _alone_in(run: Path) -> AbstractContextManager[None]:
-    """One process at a time trains in a run's folder: it holds the file of metrics."""
-    return held(
-        run / "metrics.jsonl", f"out_dir={run}: another process is training there; wait, or name another"
-    )
 
 
 def _memory(train: TrainConfig, settings: dict[str, Any]) -> str:
@@ -254,21 +234,9 @@ def _memory(train: TrainConfig, settings: dict[str, Any]) -> str:
 def _beginning(command: Command) -> tuple[dict[str, Any], Checkpoint | None, Checkpoint | None]:
     """The configuration, the checkpoint to go on from, and the one whose weights a new run begins with."""
     started, source = start_from(command)
-    saved = _find_resumed(command)
-    settings = _merge(saved, command) if saved else started
+    saved = find_resumed(command)
+    settings = merge(saved, command) if saved else started
     return settings | {"wandb": _grouped(settings["wandb"], command)}, saved, source
-
-
-def rooted(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the paths of texts absolute, so that a run can be gone on with from anywhere; a name of no file stays."""
-
-    def absolute(data: dict[str, Any]) -> dict[str, Any]:
-        path, sources = data.get("path"), data.get("sources")
-        if isinstance(path, str) and os.path.exists(found := os.path.expanduser(path)):
-            data = data | {"path": os.path.abspath(found)}
-        return data | {"sources": [absolute(source) for source in sources]} if sources else data
-
-    return settings | {"data": absolute(settings["data"])}
 
 
 def _grouped(wandb: dict[str, Any], command: Command) -> dict[str, Any]:
@@ -284,77 +252,6 @@ def options_of(settings: dict[str, Any]) -> RunConfig:
         key: value for key, value in settings.items() if key in {field.name for field in fields(RunConfig)}
     }
     return RunConfig(**check(RunConfig, top, ""))
-
-
-def _find_resumed(command: Command) -> Checkpoint | None:
-    """The checkpoint to go on from: `resume=auto` looks in out_dir, and starts afresh where nothing was saved."""
-    resume = command.config["resume"]
-    if resume is None:
-        return None
-    if resume != "auto":
-        folder = checkpoints.find(resume)
-        if not (folder / checkpoints.STATE).exists():
-            raise ConfigError(
-                f"resume={resume}: {folder} has weights, and no {checkpoints.STATE} of a run to go on with; "
-                f"init_from={resume} begins another run with them"
-            )
-        return _load(folder)
-    if command.default_out_dir:
-        raise ConfigError(
-            "resume=auto looks for checkpoints in out_dir: name it, out_dir=…, or say resume=RUN_FOLDER"
-        )
-    try:
-        found = checkpoints.find(command.out_dir)
-    except ConfigError:
-        return None
-    return _load(found)
-
-
-def _load(folder: Path) -> Checkpoint:
-    """A checkpoint to go on from, where no other process is at work: it might take the files away meanwhile."""
-    log = folder.parents[1] / "metrics.jsonl"
-    with _alone_in(log.parent) if log.is_file() else contextlib.nullcontext():
-        return checkpoints.load(folder)
-
-
-def _merge(saved: Checkpoint, command: Command) -> dict[str, Any]:
-    """The saved run's configuration with what was said on this command line, if a resumed run may change it."""
-    begun_from = saved.config.get("init_from")
-    for section, now in command.config.items():
-        if isinstance(now, dict) and not isinstance(saved.config.get(section, now), dict):
-            raise ConfigError(
-                f"checkpoint {saved.path}: config.yaml: {section} is no section, as a run saves it"
-            )
-    if "recipe" not in command.said:
-        # with the keys that older runs knew nothing of
-        merged = overlay(command.config | saved.config, command)
-    elif begun_from is None:
-        merged = command.config
-    else:  # a recipe had no say in what came with the weights
-        merged = overlay(command.config | {section: saved.config[section] for section in SECTIONS}, command)
-    merged = rooted(merged | {"init_from": begun_from})
-    for section in sorted(set(merged) | set(saved.config)):
-        then, now = saved.config.get(section), merged.get(section)
-        if then != now and section in saved.config and section not in MAY_CHANGE:
-            for key, old, new in differences(section, then, now):
-                if key not in MAY_MOVE:
-                    raise ConfigError(
-                        f"{key}={new}: the run to resume has {old}, and a resumed run cannot change it"
-                    )
-    return merged
-
-
-def _folder_of(saved: Checkpoint, command: Command) -> Path:
-    """The folder of the run that a checkpoint belongs to, where it goes on."""
-    run = saved.path.parents[1]
-    if saved.path.parent.name != "checkpoints":
-        raise ConfigError(f"resume={saved.path}: not in the checkpoints folder of a run, which could go on")
-    named = Path(command.out_dir if command.config["resume"] == "auto" else command.config["resume"])
-    if not saved.path.is_relative_to(named.expanduser().resolve()):
-        raise ConfigError(f"{named}: its checkpoints lie elsewhere, in {run}: name that one if it is meant")
-    if "out_dir" in command.said and command.out_dir.resolve() != run:
-        raise ConfigError(f"out_dir={command.out_dir}: a resumed run goes on in its own folder, {run}")
-    return run
 
 
 def _new_folder(command: Command) -> Path:

@@ -21,7 +21,8 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = round(self.p * 2**16)
-        if not self.training or not dropped or x.device.type != "cpu":
+        few = not 0 < dropped < 2**16  # to drop or to keep, too few for 16 bits
+        if not self.training or few or x.device.type != "cpu":
             return super().forward(x)
         words = torch.empty(-(-x.numel() // 4), dtype=torch.int64)
         words.random_(torch.iinfo(torch.int64).min, None)  # 64 bits each

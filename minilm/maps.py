@@ -18,7 +18,7 @@ import torch
 from minilm.attention.diagnostics import attention_layers, attention_maps
 from minilm.attention.layer import MultiHeadAttention
 from minilm.build import Name, check, restore
-from minilm.checkpoint import Checkpoint
+from minilm.checkpoint import Checkpoint, run_folder
 from minilm.data import normalise_newlines
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
@@ -69,7 +69,7 @@ def draw(config: dict[str, Any]) -> list[Path]:
     set_threads(options.threads)
     model, tokenizer, saved = restore(options.checkpoint, resolve_device(options.device))
     maps = look(model, tokenizer, saved, normalise_newlines(options.prompt))
-    out = Path(options.out) if options.out else run_folder(saved) / "maps"
+    out = Path(options.out) if options.out else run_folder(saved.path) / "maps"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,7 +106,7 @@ def look(model: GPT, tokenizer: Tokenizer, saved: Checkpoint, prompt: str) -> Ma
         weights,
         ids,
         [tokenizer.decode_bytes([i]) for i in ids],
-        title(run_folder(saved)),
+        title(run_folder(saved.path)),
         f"step {saved.step} · mask {kinds[0]} · position {kinds[1]} · scale {scale}{cut}",
         saved.config,
     )
@@ -137,11 +137,6 @@ def picture_of(
         return np.asarray(canvas.buffer_rgba())
 
     return draw_ids
-
-
-def run_folder(saved: Checkpoint) -> Path:
-    """The run that a checkpoint belongs to; a checkpoint that was copied elsewhere stands for itself."""
-    return saved.path.parents[1] if saved.path.parent.name == "checkpoints" else saved.path
 
 
 def visible(token: bytes) -> str:

@@ -37,6 +37,9 @@ T = TypeVar("T")
 
 #: in what gloo and NCCL say of a process that is gone, or silent
 LOST = r"(?i)gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting"
+#: seconds that a process waits for work of which nobody knows how long it takes: a text to be prepared, say. One that
+#: dies is noticed at once all the same, by its connection, which closes
+PATIENCE = 30 * 86400.0
 #: the groups that this process has been in, held until it ends: where DDP's reducer drops the last hold on a group, it
 #: waits for the group's threads while it keeps the interpreter, and a thread that has to free a tensor waits for that
 _GROUPS: list[Any] = []
@@ -57,12 +60,14 @@ class World:
         return value
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """What `work` gives in the main process, which alone does it. Its ConfigError is raised in all."""
+        """What `work` gives in the main process, which alone does it, for as long as it takes. Its ConfigError is
+        raised in all.
+        """
         return work()
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` gives in each process, one of a machine first (it may fill a cache). A ConfigError in any is
-        raised in all.
+        """What `work` gives in each process, one of a machine first (it may fill a cache), for as long as it takes. A
+        ConfigError in any is raised in all.
         """
         return work()
 
@@ -107,20 +112,21 @@ class Processes(World):
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        _GROUPS.append(dist.group.WORLD)
         self.dist = dist
+        self.patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
+        _GROUPS.extend((dist.group.WORLD, self.patient))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
-    def share(self, value: T) -> T:
+    def share(self, value: T, group: Any = None) -> T:
         box = [_pickled(value) if self.main else None]
-        self.dist.broadcast_object_list(box)
+        self.dist.broadcast_object_list(box, group=group)
         return pickle.loads(box[0])  # type: ignore[arg-type]
 
     def on_main(self, work: Callable[[], T]) -> T:
         result, refused = _tried(work) if self.main else (None, None)
-        shared, refused = self.share((result, refused))
+        shared, refused = self.share((result, refused), self.patient)
         if refused is not None:
             raise self.refusal(refused)
         return result if self.main else shared  # type: ignore[return-value]
@@ -131,7 +137,7 @@ class Processes(World):
             found, refused = _tried(work) if turn else (None, None)
             result = found if turn else result
             said: list[str | None] = [None] * self.size
-            self.dist.all_gather_object(said, refused)
+            self.dist.all_gather_object(said, refused, self.patient)
             for rank, text in enumerate(said):
                 if text is not None:
                     raise self.refusal(text if rank == 0 else f"rank {rank}: {text}")
@@ -226,7 +232,8 @@ def joined(device: str, timeout: float) -> Iterator[World]:
     """The world that this process was started in, by the environment that torchrun or submitit has set, for a `with`
     block. Processes other than the main one print nothing within it, and a process that has lost the others ends.
 
-    device: as it was asked for. timeout: seconds to wait for the others, for anything.
+    device: as it was asked for. timeout: seconds to wait for the others, but for work that `World.on_main` and
+    `World.together` wait for.
     """
     _from_submitit()
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -304,7 +311,7 @@ def _shape(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Parallel(ABC):
-    """How a model is spread over processes. timeout: seconds that a process waits for the others.
+    """How a model is spread over processes. timeout: seconds that a process waits for the others while they train.
 
     One process alone trains the model as it is, whichever was asked for.
     """

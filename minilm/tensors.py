@@ -7,6 +7,7 @@ header's length in 8 bytes, the header as JSON, the tensors' bytes (https://gith
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import safetensors
@@ -16,6 +17,22 @@ from torch import Tensor
 from minilm.errors import ConfigError, one_line
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+#: the format's names
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class Folder:
@@ -75,24 +92,36 @@ def write(
     read: Callable[[str], Tensor],
     about: Mapping[str, str],
     progress: Callable[[int, int], object] = lambda done, total: None,
+    *,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Write float32 tensors of these shapes, each of them read when its turn comes, and let go of at once.
+    """Write tensors of these shapes, each of them read when its turn comes, and let go of at once. The same ones make
+    the same bytes.
 
-    about: what the header says besides. progress: called with the bytes written and those there are.
+    about: what the header says besides. progress: called with the bytes written and those there are. dtypes: of those
+    that are not float32; TypeError for one that the format has not.
     """
+    kinds = {name: dtypes.get(name, torch.float32) for name in shapes}
+    for name, dtype in kinds.items():
+        if dtype not in DTYPES:
+            raise TypeError(f"{name} is {dtype}, and safetensors holds {', '.join(map(str, DTYPES))}")
+    names = sorted(shapes, key=lambda name: -kinds[name].itemsize)  # each begins at a multiple of its width
     header: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * torch.Size(shape).numel()
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    for name in names:
+        start, end = end, end + kinds[name].itemsize * torch.Size(shapes[name]).numel()
+        header[name] = {
+            "dtype": DTYPES[kinds[name]],
+            "shape": list(shapes[name]),
+            "data_offsets": [start, end],
+        }
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
     file.write(len(raw).to_bytes(8, "little") + raw)
     done = 0
-    for name in shapes:
-        tensor = read(name)
-        assert tensor.dtype == torch.float32
-        assert tensor.shape == shapes[name]
-        file.write(tensor.contiguous().numpy().data)
-        done += 4 * tensor.numel()
+    for name in names:
+        tensor = read(name).detach()
+        assert (tensor.dtype, tensor.shape) == (kinds[name], shapes[name])
+        file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        done += tensor.nbytes
         progress(done, end)

@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from minilm import checkpoint as checkpoints
@@ -23,17 +22,18 @@ from minilm.checkpoint import Checkpoint
 from minilm.console import Console
 from minilm.data import TokenData, Windows
 from minilm.errors import ConfigError
-from minilm.evaluation import at_least_float32, evaluate, perplexity
+from minilm.evaluation import evaluate, perplexity
 from minilm.files import clear_unfinished
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
-from minilm.parallel import ALONE, World, local, whole
+from minilm.parallel import ALONE, World, local
 from minilm.plots import plot_loss
 from minilm.runtime import autocast, seed_step
 from minilm.sampling import Sampler
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
 from minilm.tracking import AppendLog, MetricsLog, Tracker
+from minilm.update import gradients, step
 
 MOST = 10**12  # steps, which no run reaches; what counts them is 64 bits wide
 MOST_WINDOWS = 1 << 20  # at a time
@@ -149,7 +149,7 @@ class Trainer:
         self.skipped = 0  # updates left out, their loss or gradient not being finite
         self.best = float("inf")
         self.val_loss: float | None = None
-        self.resumed: Checkpoint | None = None
+        self.logged = {"metrics": 0, "samples": 0}  # bytes of the logs that the run to go on from had written
         self.saved_at: int | None = None
         self.stopped_by: int | None = None  # a signal, as all processes know
         self.signalled: int | None = None  # one that came to this process
@@ -171,17 +171,17 @@ class Trainer:
         self.step, self.seconds = state["step"], state["train_seconds"]
         self.seen, self.skipped = state["seen"], state["skipped"]
         self.best, self.val_loss = state["best"], state["val_loss"]
-        self.resumed, self.saved_at = saved, saved.step
+        self.logged = {name: state[f"{name}_position"] for name in self.logged}
+        self.saved_at = saved.step
         self.run_id = self.writer.run_id or state["wandb_run_id"]
 
     def fit(self) -> None:
         """Train to the end, or until a signal; always leaves a checkpoint of the last whole step."""
-        at = self.resumed.state if self.resumed else {}
         folder = self.run if self.world.main else None
         if folder:
             clear_unfinished(folder)
-        self.metrics = MetricsLog(_log(folder, "metrics.jsonl"), resume_at=at.get("metrics_position", 0))
-        self.samples = AppendLog(_log(folder, "samples.txt"), resume_at=at.get("samples_position", 0))
+        self.metrics = MetricsLog(_log(folder, "metrics.jsonl"), resume_at=self.logged["metrics"])
+        self.samples = AppendLog(_log(folder, "samples.txt"), resume_at=self.logged["samples"])
         with (
             self.metrics,
             self.samples,
@@ -233,7 +233,7 @@ class Trainer:
         measured = {"lr": self.rates[0][0] * factor, "grad_norm": norm}
         if not np.isfinite(mean) or not (self.scaler.is_enabled() or np.isfinite(norm)):
             what = f"the loss is {mean} and the gradient's norm {norm}"
-            if self.skipped == c.skip_nonfinite:
+            if self.skipped >= c.skip_nonfinite:  # a resumed run may allow fewer
                 self._fail(what)
             self.skipped += 1
             self.console.say(f"step {self.step}: {what}: left out ({self.skipped} of {c.skip_nonfinite})")
@@ -405,62 +405,6 @@ class Trainer:
 def _log(folder: Path | None, name: str) -> Path:
     """A file of the run's; where there is none, nowhere."""
     return folder / name if folder else Path(os.devnull)
-
-
-def gradients(
-    forward: Callable[[Tensor], Tensor],
-    inputs: Tensor,
-    targets: Tensor,
-    *,
-    windows: int,
-    precision: str,
-    scaler: torch.amp.GradScaler,
-    world: World = ALONE,
-    hold: Callable[[], AbstractContextManager] = nullcontext,
-) -> float:
-    """The mean loss in nats per token; its gradient, times the scaler's factor, is added to the parameters'.
-
-    inputs, targets: (B, T), of which `windows` rows at a time are in memory; a target of −1 does not count. They are
-    this process's part of the batch; the mean is over all parts. hold: see `Trainer`.
-    """
-    counted = world.sum(int((targets >= 0).sum()))
-    mean = counted / world.size  # processes average their gradients, which are to be summed
-    total = torch.zeros((), device=inputs.device)
-    pieces = list(zip(inputs.split(windows), targets.split(windows), strict=True))
-    for i, (x, y) in enumerate(pieces, start=1):
-        with hold() if i < len(pieces) else nullcontext():
-            with autocast(inputs.device, precision):
-                logits = forward(x)
-            logits = at_least_float32(logits).flatten(0, 1)
-            loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
-            scaler.scale(loss / mean).backward()
-        total += loss.detach()
-    return world.sum(float(total)) / counted
-
-
-def step(
-    optimizers: list[Optimizer],
-    parameters: Iterable[nn.Parameter],
-    scaler: torch.amp.GradScaler,
-    limit: float | None,
-    *,
-    loss: float = 0.0,
-) -> float:
-    """Clip the gradient to a norm of `limit` (None: as it is), step and forget it; returns the norm it had.
-
-    A gradient or a `loss` that is not finite moves nothing.
-    """
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    norm = float(whole(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)))
-    for optimizer in optimizers:
-        if np.isfinite(loss) and (
-            scaler.is_enabled() or np.isfinite(norm)
-        ):  # a scaler looks at the norm itself
-            scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-    scaler.update()
-    return norm
 
 
 def nats_and_bits(loss: float, data: TokenData) -> str:

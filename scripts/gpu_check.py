@@ -36,7 +36,7 @@ from minilm.model import GPT, GPTConfig
 from minilm.optim import AdamW
 from minilm.parallel import ALONE, DDP, FSDP, Parallel, Processes, World, whole
 from minilm.sampling import Sampler
-from minilm.training import gradients, step
+from minilm.update import gradients, step
 
 SECONDS = 270.0  # after which no further case of FlexAttention is compiled
 HEADS, WIDTH = 4, 64

@@ -7,14 +7,17 @@ import json
 import os
 import pickle
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from torch import nn
 
 from minilm import checkpoint as checkpoints
+from minilm.bench.measure import peak_bytes
 from minilm.checkpoint import FILES, SUMS, clean_keys, find, load
 from minilm.errors import ConfigError
 
@@ -137,6 +140,29 @@ def test_views_and_odd_layouts(tmp_path):
     for name, weight in weights.items():
         assert torch.equal(loaded[name], weight), name
         assert loaded[name].dtype == weight.dtype
+
+
+def test_a_save_holds_one_more_tensor_at_a_time(tmp_path):
+    """Of one that does not lie in order, and of no other."""
+    weights = {f"{i}": torch.randn(512, 512) for i in range(16)}  # 1 MiB each
+    weights["turned"], weights["tied"] = torch.randn(512, 512).T, weights["3"]
+    assert peak_bytes(lambda: save(tmp_path, 1, weights=weights), torch.device("cpu")) < 1.1 * 2**20
+    tracemalloc.start()  # bytes are of Python's memory, which is another
+    try:
+        save(tmp_path, 1, weights=weights)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(load(tmp_path).weights["turned"], weights["turned"])
+
+
+def test_the_owner_of_the_format_reads_the_weights_and_the_same_ones_are_the_same_bytes(tmp_path):
+    weights = {f"{i}": torch.randn(3, i) for i in range(20)} | {"half": torch.ones(3).half()}
+    one, two = (save(tmp_path / run, 7, weights=weights) / "model.safetensors" for run in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    theirs = safetensors.torch.load_file(one)
+    assert theirs.keys() == weights.keys()
+    assert all(torch.equal(theirs[name], weight) for name, weight in weights.items())
 
 
 # ---- names of wrapped models ----
@@ -383,7 +409,7 @@ class Calls:
         for owner, name in [
             *[(os, name) for name in system],
             (torch, "save"),
-            (checkpoints.safetensors.torch, "save"),
+            (checkpoints.tensors, "write"),
             (checkpoints.files, "write_synced"),
             (checkpoints.files, "sha256_of"),
         ]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-from minilm import checkpoint, launch, training
+from minilm import checkpoint, launch, resume, training
 from minilm.config import Command
 from minilm.errors import ConfigError
 
@@ -320,6 +321,44 @@ def test_another_text_under_the_same_name_is_refused(command, here):
     (here / "text.txt").write_text("the lazy dog jumps over the quick brown fox\n" * 20)
     with pytest.raises(ConfigError, match="the text is not the one that the run to resume was trained on"):
         launch.train(command({"data.path": "text.txt"}, resume="auto"))
+
+
+@pytest.mark.parametrize("key", ["resume", "init_from"])
+def test_a_checkpoint_is_let_go_before_training(command, monkeypatch, key):
+    """But for moments, which optimizers take as they are."""
+    read, fits = [], []
+    load, fit = checkpoint.load, training.Trainer.fit
+
+    def noted(*args, **options):
+        saved = load(*args, **options)
+        read.extend(weakref.ref(it) for it in (saved, *saved.weights.values()))
+        return saved
+
+    def looked_at(trainer):
+        kept = {id(v) for o in trainer.optimizers for state in o.state.values() for v in state.values()}
+        fits.append([it() for it in read if it() is not None and id(it()) not in kept])
+        fit(trainer)
+
+    launch.train(command())
+    monkeypatch.setattr(checkpoint, "load", noted)
+    monkeypatch.setattr(training.Trainer, "fit", looked_at)
+    said = {"train.max_steps": 6, "init_from": "run" if key == "init_from" else None}
+    launch.train(
+        command(
+            said, out_dir="again" if key == "init_from" else "run", resume="run" if key == "resume" else None
+        )
+    )
+    assert len(read) > 5
+    assert fits == [[]]
+
+
+@pytest.mark.parametrize("place", ["/model", "/models/mine", "/checkpoints"])
+def test_a_checkpoint_that_lies_in_no_run_cannot_go_on_wherever_it_lies(command, monkeypatch, place):
+    saved = checkpoint.Checkpoint(Path(place), 4, {}, {}, {}, {})
+    monkeypatch.setattr(checkpoint, "load", lambda folder: saved)
+    assert resume._load(saved.path) is saved
+    with pytest.raises(ConfigError, match=f"resume={place}: not in the checkpoints folder of a run"):
+        resume.folder_of(saved, command(resume=place))
 
 
 def test_a_recipe_is_compared_as_a_whole(command, here):

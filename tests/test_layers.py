@@ -101,6 +101,16 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     assert max(abs(columns[i::4].mean().item() - 0.2) for i in range(4)) < 4e-3
 
 
+@pytest.mark.parametrize("p", [0.0, 1e-9, 2**-17, 2**-16, 1 - 2**-16, 1 - 2**-17, 0.99999237, 1 - 1e-9, 1.0])
+def test_dropout_of_next_to_nothing_or_to_all_is_its_share_too(p):
+    torch.manual_seed(0)
+    y = Dropout(p)(torch.ones(1 << 16))
+    dropped = (y == 0).double().mean().item()
+    assert abs(dropped - p) < 1e-4  # seven of 65,536
+    assert y.isfinite().all()
+    assert not dropped or dropped == 1 or 0.5 < y.max().item() * (1 - p) < 2  # p is rounded to 2⁻¹⁶
+
+
 def test_dropout_drops_the_gradient_with_the_element_and_nothing_in_evaluation():
     layer, x = Dropout(0.5), torch.randn(7, 33, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(0)

@@ -335,6 +335,68 @@ def test_where_one_process_ends_the_others_end_and_say_why(disturb, codes, asked
     assert checkpoint.load(folder / "rank0/run").step == 10
 
 
+TIMEOUT = 10.0
+
+
+def wait(rank: int, port: int, folder: Path, ends: str) -> None:
+    """A process of two that wait for one another longer than their timeout, for work in one of them; or, at the end, as
+    in training. It writes what it has, or how long after a death or the last answer it ended.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    faulthandler.dump_traceback_later(250, exit=True)
+    says = folder / f"{ends} {rank}"
+
+    def work() -> int:
+        if rank == 0:
+            time.sleep(TIMEOUT * 1.2)
+            if ends == "killed":
+                (folder / "died").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return rank
+
+    try:
+        with parallel.joined("cpu", TIMEOUT) as world:
+            if ends == "silent":
+                work()
+                world.sum(1)
+            else:
+                says.write_text(f"{world.together(work)} {world.on_main(work)}")
+    except SystemExit as error:
+        says.write_text(str(error))
+        (folder / f"ended {rank}").write_text(str(time.time()))
+
+
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory):
+    """The folder in which pairs of processes have left what became of them."""
+    folder, context = tmp_path_factory.mktemp("waited"), multiprocessing.get_context("forkserver")
+    processes = []
+    for ends in ("well", "killed", "silent"):
+        port = free_port()
+        processes += [context.Process(target=wait, args=(rank, port, folder, ends)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=300)
+        process.kill()
+    return folder
+
+
+def test_work_may_take_longer_than_the_timeout(waited):
+    assert [(waited / f"well {rank}").read_text() for rank in range(2)] == ["0 0", "1 0"]
+
+
+def test_one_that_dies_at_such_work_is_noticed_at_once(waited):
+    assert "another process of the run is gone" in (waited / "killed 1").read_text()
+    died, ended = (float((waited / name).read_text()) for name in ("died", "ended 1"))
+    assert ended - died < TIMEOUT / 2
+
+
+def test_one_that_is_silent_in_training_is_noticed_after_the_timeout(waited):
+    assert f"or silent for {TIMEOUT:g} s" in (waited / "silent 1").read_text()
+
+
 def go_on(asked, group, folder, kills):
     """Two processes, of which one is killed and the other ends; started again each time, and at last left in peace."""
     for kill in [*kills, ""]:

@@ -64,6 +64,32 @@ def test_a_model_too_big_to_run_is_planned_all_the_same(capsys):
     assert "and any longer one" in shown
 
 
+APART = ["data=folder", "data.path=.", "data.document_mask=true", "tokenizer=byte"]
+
+
+@pytest.mark.parametrize(
+    "word", ["mask=prefix", "mask=none", "attention=linear"], ids=lambda word: word.partition("=")[2]
+)
+def test_what_cannot_keep_documents_apart_is_refused_as_in_training(word):
+    with pytest.raises(ConfigError, match=r"data\.document_mask"):
+        plan(*TINY, *APART, word, "seconds=0")
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_steps_are_timed_with_documents_apart_where_they_are_to_be(monkeypatch, apart):
+    timed = []
+    monkeypatch.setattr("minilm.plan.TrainingStep", lambda setting: timed.append(setting) or (lambda: None))
+    plan(*TINY, *(APART if apart else APART[:2]), "tokenizer=byte", "seconds=1000")
+    (setting,) = timed
+    assert (setting.model().end_token is not None) == setting.cost.documents == apart
+    tokens = setting.tokens(200, 256)
+    ends = (tokens == setting.end_token).sum().item()
+    assert (
+        abs(ends - 200 * (2 if apart else 1)) < 5 * 20
+    )  # five standard deviations; one in 257 is drawn by chance
+    assert 0 <= tokens.min() <= tokens.max() < setting.vocab_size
+
+
 @pytest.mark.parametrize(
     ("word", "told"),
     [

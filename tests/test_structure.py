@@ -22,6 +22,7 @@ LEVELS = [
     "attention",
     "model",
     "cost decoding evaluation generation",
+    "update",
     "training",
     "build",
 ]

@@ -1,13 +1,14 @@
 """safetensors a tensor at a time: the library that owns the format reads what is written, and the other way round."""
 
 import json
+import math
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minilm.errors import ConfigError
-from minilm.tensors import Folder, write
+from minilm.tensors import DTYPES, Folder, write
 
 TENSORS = {
     "a": torch.randn(3, 5),
@@ -32,6 +33,37 @@ def test_the_library_reads_what_is_written_and_each_tensor_is_asked_for_once(tmp
     assert all(torch.equal(back[name], TENSORS[name]) for name in TENSORS)
     assert asked == list(TENSORS)
     assert seen[-1] == (4 * (15 + 4 + 14 + 1), 4 * (15 + 4 + 14 + 1))
+
+
+def test_every_type_of_the_format_is_written_as_the_library_would(tmp_path):
+    kept = {
+        str(dtype): (torch.arange(3) % 2).to(dtype) for dtype in DTYPES
+    }  # three bytes would put the next one askew
+    kept |= {"none": torch.zeros(0, 4), "number": torch.tensor(2.5), "turned": torch.randn(2, 3).double().T}
+    kept |= {"every other": torch.randn(9)[::2], "learned": torch.nn.Parameter(torch.randn(2))}
+    shapes = {name: tuple(tensor.shape) for name, tensor in kept.items()}
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        write(file, shapes, kept.get, {}, dtypes={name: tensor.dtype for name, tensor in kept.items()})
+    back = load_file(tmp_path / "model.safetensors")
+    assert back.keys() == kept.keys()
+    for name, tensor in kept.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name].double(), tensor.double())
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    for about in json.loads(raw[8 : 8 + length]).values():
+        start, end = about.get("data_offsets", (0, 0))
+        width = (end - start) // max(math.prod(about.get("shape", [])), 1)
+        assert start % max(width, 1) == 0
+
+
+def test_a_type_that_the_format_has_not_is_named(tmp_path):
+    with (
+        open(tmp_path / "x", "wb") as file,
+        pytest.raises(TypeError, match=r"a is torch\.complex128, and safeten"),
+    ):
+        write(file, {"a": (2,)}, lambda name: None, {}, dtypes={"a": torch.complex128})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

@@ -21,7 +21,7 @@ from minilm.optim import AdamW, Muon, load_states
 from minilm.schedule import Constant, Trapezoid
 from minilm.tokenizer import Char
 from minilm.tracking import Tracker, Trackers
-from minilm.training import TrainConfig, Trainer, sample_prompt, step
+from minilm.training import TrainConfig, Trainer, sample_prompt
 
 T = 8
 CLOCK = {"train_seconds", "tokens_per_second"}
@@ -172,18 +172,6 @@ def test_gradients_are_clipped_to_the_norm_that_was_asked_for(tmp_path):
         moved = torch.stack([(p - before[n]).norm() for n, p in trainer.model.named_parameters()]).norm()
         assert moved.item() == pytest.approx(limit or measured["grad_norm"], rel=1e-3)
         assert measured["grad_norm"] > 1e-2  # logged as it was before
-
-
-@pytest.mark.parametrize("worth", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_moves_nothing_and_is_forgotten(tmp_path, worth):
-    trainer = make(tmp_path)
-    before = weights(trainer)
-    for p in trainer.model.parameters():
-        p.grad = torch.full_like(p, worth)
-    norm = step(trainer.optimizers, trainer.model.parameters(), trainer.scaler, 1.0)
-    assert not math.isfinite(norm)
-    assert same(weights(trainer), before)
-    assert all(p.grad is None for p in trainer.model.parameters())
 
 
 # ---- what is done beside the updates ----
@@ -514,6 +502,17 @@ def test_updates_that_are_no_number_may_be_left_out_up_to_a_number(tmp_path, cap
     with pytest.raises(ConfigError, match=r"step 11: .*the last good step is 10, in .*step_00000010"):
         spoilt(resume(tmp_path, max_steps=12, skip_nonfinite=2)).fit()
     assert checkpoint.load(tmp_path).step == 10
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_a_resumed_run_that_may_leave_out_fewer_updates_stops_at_the_next(tmp_path, limit):
+    trainer = make(tmp_path, max_steps=6, skip_nonfinite=2)
+    trainer.skipped = 2
+    trainer.fit()
+    again = resume(tmp_path, max_steps=12, skip_nonfinite=limit)
+    spoil(again, 7, "loss")
+    with pytest.raises(ConfigError, match="step 7: the loss is nan"):
+        again.fit()
 
 
 def test_without_a_checkpoint_the_message_says_so(tmp_path):

@@ -1,14 +1,15 @@
-"""How order enters attention. Four hooks, each the identity unless a scheme says otherwise.
+"""How order enters attention. A scheme has one hook or more; what it lacks does nothing.
 
-    embed(x, pos)               once, on the token embeddings
-    rotation(pos), rotate(x, …) on queries and keys
-    bias(head, q_pos, k_pos, …) added to the scaled scores
+    embed(x, pos)                  the token embeddings with positions in them, once
+    rotation(pos, …)               the angles by which `rotate` turns queries and keys
+    bias(head, q_pos, k_pos, …)    what is added to the scaled scores
 
 Shapes: B batch, H heads, T tokens, C model width, D head width; pos is (T,) or (B, T), −1 an empty slot.
 Adding a scheme is a small class here and one file in configs/position/.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,18 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Position(nn.Module):
-    """No positions at all; the base of every scheme."""
+    """No positions at all; the base of every scheme.
 
-    #: may run past block_size: nothing was learned or tabled for an absolute index
-    relative = True
-    #: adds `bias` to the scores
-    biased = False
+    biased: has the hook `bias`. relative: may run past block_size, as nothing hangs on an absolute index; so are all
+    without the hook `embed`, and one with it that says `relative = True` in its class.
+    """
+
+    biased, relative = False, True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.biased = cls.bias is not Position.bias
+        cls.relative = vars(cls).get("relative", cls.embed is Position.embed)
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
@@ -35,7 +42,9 @@ class Position(nn.Module):
         return None
 
     def bias(self, head: Tensor, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype) -> Tensor:
-        """Added to the scaled score of `head` between the two positions; broadcasts, made in `dtype`."""
+        """Added to the scaled score of `head` between the two positions; broadcasts, made in `dtype`. Not asked of a
+        scheme that is not `biased`.
+        """
         raise NotImplementedError
 
 
@@ -45,8 +54,6 @@ class NoPosition(Position):
 
 class Sinusoidal(Position):
     """Fixed sines and cosines added to the embeddings (Vaswani et al. 2017, sec. 3.5)."""
-
-    relative = False
 
     def __init__(self, *, n_embd: int, base: float = 10000.0) -> None:
         super().__init__()
@@ -63,8 +70,6 @@ class Sinusoidal(Position):
 
 class Learned(Position):
     """A trained vector for each of block_size positions, added to the embeddings (Radford et al. 2018)."""
-
-    relative = False
 
     def __init__(self, *, n_embd: int, block_size: int) -> None:
         super().__init__()
@@ -144,8 +149,6 @@ class StretchedRotary(Rotary):
 
 class Alibi(Position):
     """Scores fall off linearly with distance, each head at its own slope (Press et al. 2022)."""
-
-    biased = True
 
     def __init__(self, *, n_head: int) -> None:
         super().__init__()

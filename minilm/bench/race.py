@@ -14,7 +14,8 @@ from minilm.bench.report import COLORS, log_axes, show_seconds
 from minilm.bench.setting import Setting
 from minilm.config import Command, compose
 from minilm.errors import ConfigError
-from minilm.launch import rooted, train
+from minilm.launch import train
+from minilm.resume import rooted
 
 Curve = list[tuple[float, float]]  # (seconds of the training clock, loss of the whole validation text)
 

@@ -16,7 +16,7 @@ from minilm.bench.step import SQUARES, model_flops
 from minilm.bench.training import TrainingStep
 from minilm.config import compose
 from minilm.errors import ConfigError
-from minilm.launch import rooted
+from minilm.resume import rooted
 
 #: of the bench's own words
 SHARED = ("data", "tokenizer", "seed", "device", "precision", "threads", "compile")

@@ -28,6 +28,7 @@ from minilm.training import TrainConfig
 #: what the published encodings hold; other tokenizers know their size, or learn it from the text
 VOCABULARIES = {"gpt2": 50257, "cl100k_base": 100277, "o200k_base": 200019}
 CHAR = 65  # the alphabet of tiny Shakespeare
+DOCUMENT = 256  # tokens
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Setting:
     def cost(self) -> Cost:
         """The costs of the model; what the configuration gets wrong is refused as when it is built."""
         with torch.device("meta"):  # shapes without numbers
-            model = build_model(self.config, self.vocab_size)
+            model = build_model(self.config, self.vocab_size, self.end_token)
         layer, options = model.blocks[0].attention, self.config["attention"]
         if not isinstance(layer, MultiHeadAttention | LinearAttention):
             raise ConfigError(f"attention._target_={options['_target_']}: its costs are not known")
@@ -71,17 +72,25 @@ class Setting:
             backend=options.get("backend", "fused"),
             chunk=layer.chunk if isinstance(layer, LinearAttention) else None,
             device=self.device.type,
-            documents=self.config["data"].get("document_mask", False),
+            documents=model.end_token is not None,
         )
 
     def model(self) -> GPT:
         """The model with fresh weights, the same ones each time."""
         torch.manual_seed(self.config["seed"])
-        return build_model(self.config, self.vocab_size).to(self.device)
+        return build_model(self.config, self.vocab_size, self.end_token).to(self.device)
+
+    @property
+    def end_token(self) -> int:
+        """What ends a document where the model is to keep documents apart; for costs any token will do."""
+        return self.vocab_size - 1
 
     def tokens(self, *shape: int) -> torch.Tensor:
-        """Random token ids."""
-        return torch.randint(self.vocab_size, shape, device=self.device)
+        """Random token ids; where the model keeps documents apart, of documents of DOCUMENT tokens on average."""
+        ids = torch.randint(self.vocab_size, shape, device=self.device)
+        if self.config["data"].get("document_mask", False):
+            ids[torch.rand(shape, device=self.device) < 1 / DOCUMENT] = self.end_token
+        return ids
 
 
 @dataclass(frozen=True)

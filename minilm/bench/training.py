@@ -6,7 +6,8 @@ from minilm.bench.setting import Setting
 from minilm.build import check, construct
 from minilm.optim import Optim
 from minilm.runtime import compile_model
-from minilm.training import TrainConfig, gradients, step
+from minilm.training import TrainConfig
+from minilm.update import gradients, step
 
 
 class TrainingStep:

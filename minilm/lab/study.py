@@ -22,7 +22,8 @@ from minilm.cost import Cost
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.finetune import start_from
-from minilm.launch import Parts, rooted
+from minilm.launch import Parts
+from minilm.resume import rooted
 from minilm.runtime import check_seed
 
 MOST_SEEDS = 1000

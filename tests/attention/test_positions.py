@@ -1,10 +1,12 @@
 """Laws of position schemes: the published formulas, in float64, whatever the model is cast to."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.positions import (
     Alibi,
     Learned,
@@ -16,6 +18,7 @@ from minilm.attention.positions import (
     rotate,
 )
 from minilm.errors import ConfigError
+from minilm.model import GPT, GPTConfig
 
 from .naive import SLOPES, turn
 
@@ -141,6 +144,60 @@ def test_no_position_changes_nothing():
     assert rotate(x, scheme.rotation(torch.arange(3), 4, torch.float32)) is x
     assert not scheme.biased
     assert issubclass(NoPosition, Position)
+
+
+class Embeds(Position):
+    def embed(self, x, pos):
+        return x + pos.unsqueeze(-1)
+
+
+class Rotates(Position):
+    def rotation(self, pos, head_dim, dtype):
+        angle = pos.to(dtype).unsqueeze(-1).expand(*pos.shape, head_dim // 2)
+        return angle.cos(), angle.sin()
+
+
+class Biases(Position):
+    def bias(self, head, q_pos, k_pos, dtype):
+        return (k_pos - q_pos).to(dtype) * (head + 1)
+
+
+class EmbedsDistances(Embeds):
+    relative = True
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("scheme", [Embeds, Rotates, Biases])
+def test_a_scheme_is_its_hooks_and_need_say_nothing_else(scheme, backend):
+    def logits(position):
+        torch.manual_seed(0)
+        layer = partial(MultiHeadAttention, 8, n_head=2, backend=backend)
+        config = GPTConfig(vocab_size=5, block_size=6, n_layer=1, n_head=2, n_embd=8)
+        return GPT(config, position=position, attention=layer).double()(torch.tensor([[1, 2, 3, 4, 1, 2]]))
+
+    assert not torch.allclose(logits(scheme()), logits(NoPosition()), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "biased", "relative"),
+    [
+        (Position, False, True),
+        (NoPosition, False, True),
+        (Rotary, False, True),
+        (StretchedRotary, False, True),
+        (Alibi, True, True),
+        (Sinusoidal, False, False),
+        (Learned, False, False),
+        (Rotates, False, True),
+        (Biases, True, True),
+        (Embeds, False, False),
+        (type("Inherits", (Embeds,), {}), False, False),
+        (EmbedsDistances, False, True),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_what_a_scheme_is_follows_from_its_hooks(scheme, biased, relative):
+    assert (scheme.biased, scheme.relative) == (biased, relative)
 
 
 def test_positions_that_cannot_be_are_refused():
