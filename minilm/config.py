@@ -11,9 +11,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -287,7 +288,7 @@ def _quoted(key: str, value: str) -> str:
 def command(name: str, config: DictConfig) -> Command:
     """What the job that Hydra is running was asked for."""
     job = HydraConfig.get()
-    _check_keys(name, config, _declared(name, dict(job.runtime.choices)))
+    _check_keys(name, config, dict(job.runtime.choices))
     plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     said = [key_of(override) for override in job.overrides.task]
     sweeping = job.mode == RunMode.MULTIRUN
@@ -324,9 +325,8 @@ def compose(name: str, words: list[str]) -> dict[str, Any]:
         config = loader.load_configuration(
             name, overrides=[as_typed(word) for word in words], run_mode=RunMode.RUN
         )
-        choices = dict(config.hydra.runtime.choices)
         own = OmegaConf.create({key: config._get_node(key) for key in config if key != "hydra"})
-        _check_keys(name, own, _declared(name, choices))
+        _check_keys(name, own, dict(config.hydra.runtime.choices))
         return OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise ConfigError(one_line(_explain(name, error))) from None
@@ -345,13 +345,20 @@ def choices(word: str) -> list[str]:
     raise ConfigError(f"{word}: expected a key with two or more values, {key or 'KEY'}=[A,B]")
 
 
-def _declared(name: str, choices: dict[str, str | None] | None = None) -> DictConfig:
-    """The configuration of these choices as its files declare it: without recipe and without overrides."""
+def _known(name: str, choices: dict[str, str | None] | None = None) -> tuple[str, ...]:
+    """The keys that the files of these choices declare: without recipe and without overrides."""
     skipped = ("hydra", "recipe")
-    overrides = [f"{g}={c}" for g, c in (choices or {}).items() if c and not g.startswith(skipped)]
+    overrides = tuple(f"{g}={c}" for g, c in (choices or {}).items() if c and not g.startswith(skipped))
+    folders = GlobalHydra.instance().config_loader().get_search_path().get_path()
+    return _declared(name, overrides, tuple(folder.path for folder in folders))
+
+
+@cache  # to compose takes a third of a second, and the jobs of a sweep differ in few choices
+def _declared(name: str, overrides: tuple[str, ...], folders: tuple[str, ...]) -> tuple[str, ...]:
+    """folders: where Hydra looks for the files, that of --config-dir included."""
     loader = GlobalHydra.instance().config_loader()
-    config = loader.load_configuration(name, overrides=overrides, run_mode=RunMode.RUN)
-    return OmegaConf.create({key: config._get_node(key) for key in config if key != "hydra"})
+    config = loader.load_configuration(name, overrides=list(overrides), run_mode=RunMode.RUN)
+    return tuple(_leaves(OmegaConf.create({key: config._get_node(key) for key in config if key != "hydra"})))
 
 
 def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -362,8 +369,8 @@ def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key}"
 
 
-def _check_keys(name: str, config: DictConfig, declared: DictConfig) -> None:
-    known, found = list(_leaves(declared)), list(_leaves(config))
+def _check_keys(name: str, config: DictConfig, choices: dict[str, str | None]) -> None:
+    known, found = _known(name, choices), list(_leaves(config))
     for key in found:
         if key not in known:
             raise ConfigError(f"{key}: no such key; {_nearest(key, known, _groups(name))}")
@@ -379,7 +386,7 @@ def _is_section(section: str, key: str) -> str:
     return f"{section} is a section, no value: set one of its keys, such as {key}=…"
 
 
-def _nearest(key: str, known: list[str], groups: list[str]) -> str:
+def _nearest(key: str, known: Sequence[str], groups: list[str]) -> str:
     """Which choice of its group has such a key, or 'did you mean …', or the keys there are at that place."""
     group, _, name = key.rpartition(".")
     files = sorted((CONFIGS / group).glob("*.yaml")) if group in groups else []
@@ -431,7 +438,7 @@ def _explain(name: str, error: Exception) -> str:
             running = GlobalHydra.instance().is_initialized()
             with nullcontext() if running else hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
                 groups = _groups(name)
-                known = list(dict.fromkeys([*_leaves(_declared(name)), *groups]))
+                known = list(dict.fromkeys([*_known(name), *groups]))
             if inside := [k for k in known if k.startswith(f"{key}.")]:
                 return _is_section(key, inside[0])
             return f"{key}: no such key; {_nearest(key, known, groups)}"
