@@ -26,6 +26,7 @@ from minilm.errors import ConfigError
 from minilm.generation import Generator, encode_prompt
 from minilm.optim import load_states
 from minilm.tokenizer import BPE, Byte, Char
+from minilm.words import CONFIGS
 
 CPU = torch.device("cpu")
 NUMBERS = [0, 1, -1, 2, 7, 10**9, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-320, 1e308, float("inf"), float("nan")]
@@ -263,7 +264,7 @@ def ground(plain_run, tmp_path_factory):
     torch.set_num_threads(1)
     with (
         pytest.MonkeyPatch.context() as patch,
-        hydra.initialize_config_dir(str(config.CONFIGS), version_base="1.3"),
+        hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"),
     ):
         patch.setattr("os.fsync", lambda descriptor: None)
         patch.setattr("minilm.training.plot_loss", lambda *args, **options: None)
