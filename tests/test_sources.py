@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from conftest import TEXT
 
-from minilm import sources
+from minilm import readers, sources
 from minilm.build import build_corpus
 from minilm.data import ROUND, Windows
 from minilm.errors import ConfigError
-from minilm.sources import Folder, HuggingFace, from_text, last_word_end
+from minilm.readers import from_text, last_word_end
+from minilm.sources import Folder, HuggingFace
 from minilm.tokenizer import BPE, Byte, Char, Pretrained
 
 pa = pytest.importorskip("pyarrow")
@@ -77,7 +78,7 @@ def test_another_column_may_hold_the_text_and_null_is_no_document(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 7, 300, 1000])
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(sources, "LONG", size)
+    monkeypatch.setattr(readers, "LONG", size)
     (tmp_path / "long.txt").write_text(TEXT, encoding="utf-8")
     read = list(from_text(tmp_path / "long.txt", ""))
     assert "".join(piece.text for piece in read) == TEXT
@@ -235,7 +236,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 
 
 def test_where_a_bad_byte_stands_is_told_far_into_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONG", 10)
+    monkeypatch.setattr(readers, "LONG", 10)
     (tmp_path / "a.txt").write_bytes("aé".encode() * 1000 + b"\xff" + b"b" * 100)
     with pytest.raises(ConfigError, match="not UTF-8 at byte 3000;"):
         list(from_text(tmp_path / "a.txt", ""))
