@@ -16,7 +16,9 @@ LONG = 1 << 20  # characters from which on a text file is tokenized in pieces
 
 def from_text(path: Path, column: str) -> Iterator[Piece]:
     """A text file as one document: a byte order mark is dropped, line ends become LF. A long one comes in pieces, cut
-    between a word and a line end, where no pattern that splits a text into words joins the two."""
+    between a word and the line end or space behind it, which no pattern that splits a text into words joins. Where
+    there is neither (a script without spaces, in a line of LONG characters) it is cut where it stands, and the tokens
+    beside the cut may be others than those of the whole."""
     try:
         with open(path, encoding="utf-8-sig", newline=None) as file:
             held, more = "", file.read(LONG)
@@ -32,11 +34,15 @@ def from_text(path: Path, column: str) -> Iterator[Piece]:
 
 
 def last_word_end(text: str) -> int:
-    """Where the last line ends whose last character is a letter or a digit; the whole length if there is none."""
-    end = text.rfind("\n")
-    while end > 0 and not text[end - 1].isalnum():
-        end = text.rfind("\n", 0, end)
-    return end if end > 0 else len(text)
+    """Where the last word (its last character is a letter or a digit) stands before a line end; if none does, before a
+    space; if none does, the whole length."""
+    for behind in "\n ":
+        end = text.rfind(behind)
+        while end > 0 and not text[end - 1].isalnum():
+            end = text.rfind(behind, 0, end)
+        if end > 0:
+            return end
+    return len(text)
 
 
 def first_bad_byte(path: Path) -> int:

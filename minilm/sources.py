@@ -1,7 +1,9 @@
 """Corpora of many documents, which never are in memory whole: folders of files, data sets of Hugging Face, mixtures.
 
 A document goes to validation by a hash of its text, so it stays on its side whatever comes or goes beside it, and
-copies of it are not on both. In the tokens an end token stands after each.
+copies of it are not on both. A text file of more than 2²⁰ characters goes by the first of its pieces (`readers`), which
+is all that is in memory: a copy of it in a line of JSONL or a data set, hashed whole, may be on the other side. In the
+tokens an end token stands after each.
 
 Adding one is a class here with a `fingerprint`, a `size` and a `read`, and a file in configs/data/.
 """
@@ -10,6 +12,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -351,7 +354,10 @@ def fit_once(
     """What `make` makes of the corpus's texts; kept in `cache`, if it had to read them, for the same facts."""
     path = cache / f"tokenizer-{hash_of([facts, options])}.json"
     if path.exists():
-        return from_dict(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            return from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, RecursionError):
+            warnings.warn(f"{path}: damaged, and made anew", stacklevel=2)
     was_read = False
 
     def texts() -> Iterator[str]:
