@@ -216,10 +216,9 @@ no_surrogates = VALUES.filter(lambda value: value != "\ud800")
 def texts(ground: Ground, draw: Callable) -> None:
     file = ground.work / "text.txt"
     file.write_bytes(draw(st.binary(max_size=99) | spliced(TEXT[:500].encode())))
-    text = data.read_text(file, "data.path")
-    tokenizer = draw(st.sampled_from([Char, Byte])).fit(text)
     corpus = data.TextFile(path=str(file))
-    data.prepare(corpus, text, tokenizer, ground.work / "cache").check(16)
+    tokenizer = draw(st.sampled_from([Char, Byte])).fit(corpus.text)
+    corpus.prepare(tokenizer, ground.work / "cache").check(16)
     shutil.rmtree(ground.work / "cache")
 
 
