@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 
 from minilm import checkpoint as checkpoints
 from minilm.attention.diagnostics import health
+from minilm.attention.positions import at_least_float32
 from minilm.checkpoint import Checkpoint
 from minilm.console import Console
 from minilm.data import TokenData, Windows
 from minilm.errors import ConfigError
-from minilm.evaluation import at_least_float32, evaluate, perplexity
+from minilm.evaluation import evaluate, perplexity
 from minilm.files import clear_unfinished
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
@@ -431,7 +432,7 @@ def gradients(
         with hold() if i < len(pieces) else nullcontext():
             with autocast(inputs.device, precision):
                 logits = forward(x)
-            logits = at_least_float32(logits).flatten(0, 1)
+            logits = logits.to(at_least_float32(logits.dtype)).flatten(0, 1)
             loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
             scaler.scale(loss / mean).backward()
         total += loss.detach()
