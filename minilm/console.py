@@ -133,8 +133,8 @@ def bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
 
 
 def short(number: float) -> str:
-    """1234567 as 1.23M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    """1234567 as 1.23 M."""
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
-            return f"{number / size:.3g}{unit}"
+            return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"

@@ -71,7 +71,30 @@ class Text(Corpus):
         yield self.text
 
     def prepare(self, tokenizer: Tokenizer, cache: Path) -> "TokenData":
-        return prepare(self, self.text, tokenizer, cache)
+        """The split is by characters, so that every tokenizer is measured on the same validation text."""
+        text = self.text
+        cut = round(len(text) * (1 - self.val_fraction))
+        parts = {"train": text[:cut], "val": text[cut:]}
+        dtype = dtype_for(tokenizer.vocab_size)
+        facts: dict[str, Any] = {
+            "source": hashlib.sha256(text.encode()).hexdigest(),
+            "tokenizer": tokenizer.fingerprint(),
+            "dtype": dtype.name,
+            "cut": cut,
+        }
+        folder = cache / hash_of(facts)
+        if not _holds(folder, facts):
+            if (folder / "facts.json").exists():
+                warnings.warn(f"{folder}: the cached tokens are damaged, and made anew", stacklevel=2)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, part in parts.items():
+                write_atomic(folder / f"{name}.bin", tokenizer.encode_array(part).astype(dtype).tobytes())
+            # last: it says that the rest is whole
+            write_atomic(folder / "facts.json", json.dumps(facts | {"sha256": _sums(folder)}, indent=1))
+        train, val = (_map(folder / f"{name}.bin", dtype) for name in parts)
+        nats = self.floor(cut)
+        floor = nats / len(val) if nats is not None and len(val) else None
+        return TokenData(train, val, len(parts["val"].encode()), floor, facts["source"])
 
     def floor(self, start: int) -> float | None:
         """Total information in nats of the characters from `start` on, where the source is known."""
@@ -233,35 +256,6 @@ class TokenData:
                     f"data: the {name} has {count} tokens, model.block_size={block_size} needs at least "
                     f"{block_size + 1}: give more text, a smaller model.block_size or another data.val_fraction"
                 )
-
-
-def prepare(corpus: Text, text: str, tokenizer: Tokenizer, cache: Path) -> TokenData:
-    """Tokenize a corpus, or map the tokens that an earlier run left in `cache` under the same fingerprint.
-
-    The split is by characters, so that every tokenizer is measured on the same validation text.
-    """
-    cut = round(len(text) * (1 - corpus.val_fraction))
-    parts = {"train": text[:cut], "val": text[cut:]}
-    dtype = dtype_for(tokenizer.vocab_size)
-    facts: dict[str, Any] = {
-        "source": hashlib.sha256(text.encode()).hexdigest(),
-        "tokenizer": tokenizer.fingerprint(),
-        "dtype": dtype.name,
-        "cut": cut,
-    }
-    folder = cache / hash_of(facts)
-    if not _holds(folder, facts):
-        if (folder / "facts.json").exists():
-            warnings.warn(f"{folder}: the cached tokens are damaged, and made anew", stacklevel=2)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, part in parts.items():
-            write_atomic(folder / f"{name}.bin", tokenizer.encode_array(part).astype(dtype).tobytes())
-        # last: it says that the rest is whole
-        write_atomic(folder / "facts.json", json.dumps(facts | {"sha256": _sums(folder)}, indent=1))
-    train, val = (_map(folder / f"{name}.bin", dtype) for name in parts)
-    nats = corpus.floor(cut)
-    floor = nats / len(val) if nats is not None and len(val) else None
-    return TokenData(train, val, len(parts["val"].encode()), floor, facts["source"])
 
 
 def hash_of(facts: Any) -> str:

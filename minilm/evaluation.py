@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minilm.attention.positions import at_least_float32
 from minilm.data import Tokens
 from minilm.model import GPT
 from minilm.parallel import ALONE, World
@@ -40,7 +41,8 @@ def evaluate(
         while turn := list(islice(batches, world.size)):
             # all read at the same time: a process for which no batch is left reads the last once more, and counts none
             inputs, targets = turn[min(world.rank, len(turn) - 1)]
-            logits = at_least_float32(model(inputs.to(device)))
+            logits = model(inputs.to(device))
+            logits = logits.to(at_least_float32(logits.dtype))
             targets = model.hide_leaks(targets).to(device).flatten()
             losses = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1, reduction="none")
             if world.rank < len(turn):
@@ -54,11 +56,6 @@ def evaluate(
 def perplexity(loss: float) -> float:
     """exp of a mean loss in nats per token; a float64 ends at e^709."""
     return float(np.exp(min(loss, 700)))
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Losses and their sums are made in float32, or float64 where the model is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def windows(

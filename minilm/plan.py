@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from minilm.bench.base import Table
 from minilm.bench.measure import Product, free_bytes, median_seconds
-from minilm.bench.report import print_table, show_bytes, show_number, show_seconds
+from minilm.bench.report import print_table, show_bytes, show_seconds
 from minilm.bench.setting import Run, Setting
 from minilm.bench.training import TrainingStep
 from minilm.build import check
 from minilm.config import Command
+from minilm.console import short
 from minilm.errors import ConfigError
 from minilm.finetune import with_vocab_size
 from minilm.launch import options_of
@@ -68,9 +69,9 @@ def flops(run: Run) -> Table:
         else "attention: does not grow with the context"
     )
     rows = [
-        [name, show_number(forward.attention), show_number(both.attention)],
-        ["the rest", show_number(forward.rest), show_number(both.rest)],
-        ["total", show_number(forward.total), show_number(both.total)],
+        [name, short(forward.attention), short(both.attention)],
+        ["the rest", short(forward.rest), short(both.rest)],
+        ["total", short(forward.total), short(both.total)],
     ]
     return Table(f"FLOPs per token, {size} tokens of context", ["", "forward", "forward+backward"], rows)
 
@@ -122,8 +123,8 @@ def clock(run: Run, pace: Pace) -> Table:
     total = pace.seconds * run.train.max_steps
     rows = [
         ["a step", more + show_seconds(pace.seconds)],
-        ["tokens per second", ("at most " if more else "") + show_number(run.tokens / pace.seconds)],
-        ["FLOPs per second", show_number(run.flops / pace.seconds)],
+        ["tokens per second", ("at most " if more else "") + short(run.tokens / pace.seconds)],
+        ["FLOPs per second", short(run.flops / pace.seconds)],
         [f"{run.train.max_steps} steps, without evaluations and samples", more + show_seconds(total)],
     ]
     return Table(f"Time on this machine, {pace.how}", ["", ""], rows)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minilm.attention.positions import at_least_float32
 from minilm.errors import ConfigError
 
 
@@ -97,7 +98,7 @@ class Sampler:
         return torch.zeros_like(logits).scatter_(1, ids, p / p.sum(-1, keepdim=True))
 
     def _penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(at_least_float32(logits.dtype))
         if seen is not None and self.repetition_penalty != 1:
             B, V = logits.shape
             columns = torch.where(seen < 0, V, seen)  # -1 -> a spare column

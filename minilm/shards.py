@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -66,7 +67,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, val_fraction: float, parse: Parse | None = None) -> None:
         self.tokenizer, self.val_fraction, self.parse = tokenizer, val_fraction, parse
         self.dtype = dtype_for(tokenizer.vocab_size)
-        self.end = np.array([tokenizer.end_token])
+        self.end = np.array([tokenizer.end_token], self.dtype)
 
     def __call__(self, lot: Iterable[tuple]) -> dict[str, Encoded]:
         runs: dict[str, list[np.ndarray]] = {part: [self.end[:0]] for part in PARTS}
@@ -80,10 +81,7 @@ class Encoder:
                 runs[part] += [self.tokenizer.encode_array(text), self.end[:ends]]
                 documents[part] += ends
                 size[part] += len(text.encode())
-        return {
-            part: Encoded(np.concatenate(runs[part]).astype(self.dtype), documents[part], size[part])
-            for part in PARTS
-        }
+        return {part: Encoded(np.concatenate(runs[part]), documents[part], size[part]) for part in PARTS}
 
 
 def part_of(text: str, val_fraction: float) -> str:
@@ -157,8 +155,12 @@ def prepare(
     are what the manifest says. Raises ConfigError where a text has no tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = read(folder) or {**facts, "dtype": encoder.dtype.name, "shards": []}
-    if manifest.get("whole") and _sound(folder, manifest):
+    manifest, dtype = read(folder), encoder.dtype.name
+    if manifest is None or manifest["dtype"] != dtype:
+        if (folder / MANIFEST).exists():
+            warnings.warn(f"{folder / MANIFEST}: damaged, and made anew with its tokens", stacklevel=2)
+        manifest = {**facts, "dtype": dtype, "whole": False, "shards": []}
+    if manifest["whole"] and _sound(folder, manifest):
         return manifest
     manifest["whole"] = False
     shards = manifest["shards"] = list(_kept(folder, manifest["shards"]))
@@ -251,11 +253,31 @@ def _end_with_parent() -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The manifest, None where there is none to go by."""
+    """The manifest, None where there is none or it is damaged."""
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    sound = (
+        isinstance(manifest, dict)
+        and isinstance(manifest.get("whole"), bool)
+        and manifest.get("dtype") in ("uint8", "uint16", "uint32")
+        and isinstance(manifest.get("shards"), list)
+        and all(map(_is_entry, manifest["shards"]))
+    )
+    return manifest if sound else None
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether this has all that a manifest says of a shard."""
+
+    def holds(value: Any, *counts: str) -> bool:
+        return isinstance(value, dict) and all(type(n := value.get(key)) is int and n >= 0 for key in counts)
+
+    return holds(entry, "pieces") and all(
+        holds(part := entry.get(name), "tokens", "documents", "bytes") and isinstance(part.get("sha256"), str)
+        for name in PARTS
+    )
 
 
 def path_of(folder: Path, number: int, part: str) -> Path:

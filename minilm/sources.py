@@ -1,16 +1,18 @@
 """Corpora of many documents, which never are in memory whole: folders of files, data sets of Hugging Face, mixtures.
 
 A document goes to validation by a hash of its text, so it stays on its side whatever comes or goes beside it, and
-copies of it are not on both. In the tokens an end token stands after each.
+copies of it are not on both. A text file of more than 2²⁰ characters goes by the first of its pieces (`readers`), which
+is all that is in memory: a copy of it in a line of JSONL or a data set, hashed whole, may be on the other side. In the
+tokens an end token stands after each.
 
 Adding one is a class here with a `fingerprint`, a `size` and a `read`, and a file in configs/data/.
 """
 
-import codecs
 import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +24,12 @@ import numpy as np
 
 from minilm import shards
 from minilm.console import bar, short
-from minilm.data import Corpus, TokenData, Tokens, check_fraction, hash_of, normalise_newlines
-from minilm.errors import ConfigError, first_line, installed
+from minilm.data import Corpus, TokenData, Tokens, check_fraction, hash_of
+from minilm.errors import ConfigError, first_line
 from minilm.files import write_atomic
+from minilm.readers import READERS, from_json, from_text, need, text_of
 from minilm.shards import Parse, Piece, Shards
 from minilm.tokenizer import Tokenizer, from_dict
-
-LONG = 1 << 20  # characters from which on a text file is tokenized in pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,88 +220,6 @@ class Folder(Documents):
         return partial(from_json, column=self.text_column)
 
 
-def from_text(path: Path, column: str) -> Iterator[Piece]:
-    """A text file as one document: a byte order mark is dropped, line ends become LF. A long one comes in pieces, cut
-    between a word and a line end, where no pattern that splits a text into words joins the two."""
-    try:
-        with open(path, encoding="utf-8-sig", newline=None) as file:
-            held, more = "", file.read(LONG)
-            while more:
-                held, more = held + more, file.read(LONG)
-                cut = len(held) if not more else last_word_end(held)
-                if "\0" in held[:cut]:
-                    raise ConfigError(f"{path}: holds a NUL byte; not a text file")
-                yield Piece(held[:cut], not more, os.lseek(file.fileno(), 0, os.SEEK_CUR))
-                held = held[cut:]
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 at byte {first_bad_byte(path)}; convert it to UTF-8") from None
-
-
-def last_word_end(text: str) -> int:
-    """Where the last line ends whose last character is a letter or a digit; the whole length if there is none."""
-    end = text.rfind("\n")
-    while end > 0 and not text[end - 1].isalnum():
-        end = text.rfind("\n", 0, end)
-    return end if end > 0 else len(text)
-
-
-def first_bad_byte(path: Path) -> int:
-    """The place in a file of the first byte that is not UTF-8."""
-    decoder, begins = codecs.getincrementaldecoder("utf-8")(), 0
-    with open(path, "rb") as file:
-        while block := file.read(LONG):
-            held = len(decoder.getstate()[0])
-            try:
-                decoder.decode(block)
-            except UnicodeDecodeError as error:
-                return begins - held + error.start
-            begins += len(block)
-    return begins - len(decoder.getstate()[0])  # it ends inside a character
-
-
-def from_lines(path: Path, column: str) -> Iterator[Piece]:
-    """A JSONL file: an object a line, which is parsed where it is tokenized."""
-    done = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            done += len(line)
-            if not line.isspace():
-                yield Piece(line, True, done, f"{path}: line {number}")
-
-
-def from_json(line: bytes, place: str, column: str) -> str:
-    """The text in a line of a JSONL file."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place} is no JSON in UTF-8 ({error})") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place} is no object with keys")
-    return text_of(row, column, place)
-
-
-def from_parquet(path: Path, column: str) -> Iterator[Piece]:
-    """A Parquet file, some rows at a time."""
-    pyarrow, parquet = need("pyarrow", f"{path}"), need("pyarrow.parquet", f"{path}")
-    try:
-        file = parquet.ParquetFile(path)
-        names, rows, size = file.schema_arrow.names, file.metadata.num_rows, path.stat().st_size
-        if column not in names:
-            raise ConfigError(no_column(column, f"{path}", names))
-        number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[column]):
-            for text in batch.column(0).to_pylist():
-                number += 1
-                yield Piece(
-                    text_of({column: text}, column, f"{path}: row {number}"), True, size * number // rows
-                )
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"{path}: no whole Parquet file ({first_line(error)})") from None
-
-
-READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": from_lines, ".parquet": from_parquet}
-
-
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Documents):
     """A data set of Hugging Face's hub, or a folder that `datasets` can open, streamed.
@@ -435,7 +354,10 @@ def fit_once(
     """What `make` makes of the corpus's texts; kept in `cache`, if it had to read them, for the same facts."""
     path = cache / f"tokenizer-{hash_of([facts, options])}.json"
     if path.exists():
-        return from_dict(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            return from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, RecursionError):
+            warnings.warn(f"{path}: damaged, and made anew", stacklevel=2)
     was_read = False
 
     def texts() -> Iterator[str]:
@@ -464,25 +386,6 @@ def arrays(tokens: Tokens) -> list[np.ndarray]:
     return tokens.arrays if isinstance(tokens, Shards) else [tokens]
 
 
-def text_of(row: dict[str, Any], column: str, where: str) -> str:
-    """A row's text, '' for null."""
-    if column not in row:
-        raise ConfigError(no_column(column, where, row))
-    text = row[column]
-    if not isinstance(text, str | None):
-        raise ConfigError(f"data.text_column={column}: {where} has {text!r:.40}, expected text")
-    return normalise_newlines(text or "")
-
-
-def no_column(column: str, where: str, names: Iterable[str]) -> str:
-    return f"data.text_column={column}: {where} has no such column; it has {', '.join(names) or 'none'}"
-
-
 def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def need(package: str, what: str) -> Any:
-    name = package.partition(".")[0]
-    return installed(package, f"{what} needs the package {name}: pip install -e '.[data]'")

@@ -23,7 +23,6 @@ class TextStream:
         show(stream.close())
 
     finished    no more tokens are read
-    reason      why: "end token" or "stop string '…'"; None if neither was met
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
@@ -31,7 +30,6 @@ class TextStream:
         if not all(isinstance(s, str) and s for s in stops):
             raise ConfigError(f"stop={stops!r} must be texts of one character or more")
         self.finished = False
-        self.reason: str | None = None
         self._tokenizer = tokenizer
         self._stops = sorted(stops, key=len, reverse=True)
         # the decoder holds back an incomplete character, _held what may be the beginning of a stop string
@@ -43,7 +41,7 @@ class TextStream:
         if self.finished:
             return ""
         if token == self._tokenizer.end_token:
-            self._finish("end token")
+            self.finished = True
             return ""
         return self._release(self._decoder.decode(self._tokenizer.decode_bytes([token])))
 
@@ -61,16 +59,13 @@ class TextStream:
             for stop in self._stops:
                 if self._held.endswith(stop):
                     certain += self._held.removesuffix(stop)
-                    self._finish(f"stop string {stop!r}")
+                    self.finished = True
                     self._held = ""
                     self._decoder.reset()
                     return certain
             while self._held and not any(stop.startswith(self._held) for stop in self._stops):
                 certain, self._held = certain + self._held[0], self._held[1:]
         return certain
-
-    def _finish(self, reason: str) -> None:
-        self.finished, self.reason = True, reason
 
 
 def write(out: TextIO, text: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import yaml
 
-from minilm.errors import ConfigError
+from minilm.errors import ConfigError, one_line
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "tales"
 
@@ -33,13 +33,6 @@ class Tales:
 
     text: str  # plain ASCII; every story is followed by a blank line
     nats: np.ndarray  # (len(text),) float64: the information of the choices whose text begins there
-
-    def floor(self, start: int = 0, stop: int | None = None) -> float:
-        """Mean nats per character over text[start:stop], given all that stands before it."""
-        part = self.nats[start:stop]
-        if not len(part):
-            raise ConfigError(f"no text between {start=} and {stop=} of {len(self.text)} characters")
-        return float(part.mean())
 
 
 def generate(seed: int = 1337, n_bytes: int = 1_000_000, folder: Path = FOLDER) -> Tales:
@@ -179,7 +172,7 @@ def load(folder: Path = FOLDER) -> Grammar:
         try:  # BaseLoader makes texts of all that is no list or mapping, so that `true` and `no` are words
             sections = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{file.name}: not YAML: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{file.name}: not YAML: {one_line(error)}") from error
         for section, items in sections.items() if isinstance(sections, dict) else [(sections, {})]:
             if section not in readers or not isinstance(items, dict):
                 raise ConfigError(f"{file.name}: {section!r} is not a mapping named {', '.join(readers)}")

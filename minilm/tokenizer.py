@@ -162,7 +162,7 @@ class Byte(Tokenizer):
         return list(_utf8(text))
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(_utf8(text), dtype=np.uint8)
+        return np.frombuffer(_utf8(text), np.uint8).astype(dtype_for(self.vocab_size), copy=False)
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "byte"} | ({} if self.end_token is None else {"end": True})

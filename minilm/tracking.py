@@ -97,7 +97,6 @@ class Tracker:
     """Where a run is shown besides its own files. This one shows nothing."""
 
     run_id: str | None = None  # what an online service knows the run by
-    url: str | None = None
     wants_media = False  # whether samples and pictures are worth making
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
@@ -125,7 +124,6 @@ class Trackers(Tracker):
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
         self.run_id = next((tracker.run_id for tracker in trackers if tracker.run_id), None)
-        self.url = next((tracker.url for tracker in trackers if tracker.url), None)
         self.wants_media = any(tracker.wants_media for tracker in trackers)
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
@@ -235,7 +233,6 @@ class Wandb(Tracker):
     def __init__(self, run: Any) -> None:
         self._run = run
         self.run_id = run.id
-        self.url = run.url  # None offline
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
         self._run.log(dict(record), step=step)

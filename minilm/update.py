@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minilm.evaluation import at_least_float32
+from minilm.attention.positions import at_least_float32
 from minilm.parallel import ALONE, World, whole
 from minilm.runtime import autocast
 
@@ -39,7 +39,7 @@ def gradients(
         with hold() if i < len(pieces) else nullcontext():
             with autocast(inputs.device, precision):
                 logits = forward(x)
-            logits = at_least_float32(logits).flatten(0, 1)
+            logits = logits.to(at_least_float32(logits.dtype)).flatten(0, 1)
             loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
             scaler.scale(loss / mean).backward()
         total += loss.detach()

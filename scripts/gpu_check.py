@@ -29,7 +29,6 @@ from minilm.bench.measure import Product, free_bytes, median_seconds, peak_bytes
 from minilm.bench.setting import Setting
 from minilm.bench.step import model_flops
 from minilm.bench.training import TrainingStep
-from minilm.config import CONFIGS
 from minilm.decoding import CompiledStep
 from minilm.generation import Generator, Speed
 from minilm.model import GPT, GPTConfig
@@ -37,6 +36,7 @@ from minilm.optim import AdamW
 from minilm.parallel import ALONE, DDP, FSDP, Parallel, Processes, World, whole
 from minilm.sampling import Sampler
 from minilm.update import gradients, step
+from minilm.words import CONFIGS
 
 SECONDS = 270.0  # after which no further case of FlexAttention is compiled
 HEADS, WIDTH = 4, 64

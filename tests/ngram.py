@@ -96,7 +96,7 @@ def main() -> None:
     tokens, vocab_size = encode(tales.text)
     n_train = len(tokens) * 9 // 10
     train, val = tokens[:n_train], tokens[n_train:]
-    floor = tales.floor(n_train)
+    floor = tales.nats[n_train:].mean()
     model = NGram(train, vocab_size, args.max_order)
     best = best_order(train, vocab_size, args.max_order)
     print(

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from minilm.attention import Causal, attend
 from minilm.bench import generate
 from minilm.bench.base import Table
-from minilm.bench.measure import fit_exponent, fit_growth, median_seconds, peak_bytes
-from minilm.bench.report import print_table, show_bytes, show_number, show_seconds
+from minilm.bench.measure import Progress, fit_exponent, fit_growth, median_seconds, peak_bytes
+from minilm.bench.report import print_table, show_bytes, show_seconds
 from minilm.bench.run import run
 from minilm.bench.step import peak_resident
 from minilm.config import Command
@@ -276,6 +276,16 @@ def test_tables_are_plain_where_there_is_no_terminal(capsys):
     assert capsys.readouterr().out == "Bytes\n              n\n[weights]    12\nall        1234\n\n"
 
 
+def test_progress_tells_the_steps_done_and_those_there_are():
+    told = []
+    progress = Progress(lambda *counts: told.append(counts))
+    progress.expect(3)
+    progress.step()
+    progress.expect(1)
+    progress.step(2)
+    assert told == [(1, 3), (3, 4)]
+
+
 def test_numbers_are_short():
     assert [show_seconds(s) for s in (0.00123, 2.5, 61, 4000)] == [
         "1.23 ms",
@@ -284,7 +294,6 @@ def test_numbers_are_short():
         "1 h 7 min",
     ]
     assert [show_bytes(n) for n in (12, 1536, 3 << 30)] == ["12 B", "1.5 KiB", "3 GiB"]
-    assert [show_number(n) for n in (12, 1234567, 2.5e12)] == ["12", "1.23 M", "2.5 T"]
 
 
 # The check of a GPU

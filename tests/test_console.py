@@ -79,9 +79,9 @@ def test_plain_lines_come_now_and_then_and_at_the_end(monkeypatch):
             clock[0] += 1.0
             console.progress(step, loss=step / 10, tokens_per_second=12345.0)
     lines = stream.buffer.getvalue().decode().splitlines()
-    assert lines[0] == "step 21/100  loss 2.1000  12.3k tokens/s  0:01:19 left"
-    assert lines[1] == "step 26/100  loss 2.6000  12.3k tokens/s  0:01:14 left"
-    assert lines[-1] == "step 100/100  loss 10.0000  12.3k tokens/s  0:00:00 left"
+    assert lines[0] == "step 21/100  loss 2.1000  12.3 k tokens/s  0:01:19 left"
+    assert lines[1] == "step 26/100  loss 2.6000  12.3 k tokens/s  0:01:14 left"
+    assert lines[-1] == "step 100/100  loss 10.0000  12.3 k tokens/s  0:00:00 left"
     assert len(lines) == 17
     assert "\x1b" not in "".join(lines)
 
@@ -132,7 +132,15 @@ def test_progress_at_every_step_costs_nothing_to_speak_of(monkeypatch):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (7.25, "7.25"), (999, "999"), (1234567, "1.23M"), (2e9, "2G"), (float("nan"), "nan")],
+    [
+        (0, "0"),
+        (7.25, "7.25"),
+        (999, "999"),
+        (1234567, "1.23 M"),
+        (2e9, "2 G"),
+        (2.5e12, "2.5 T"),
+        (float("nan"), "nan"),
+    ],
 )
 def test_short_numbers(number, text):
     assert short(number) == text

@@ -5,6 +5,7 @@ import http.client
 import io
 import pydoc_data.topics
 import urllib.error
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from minilm.data import (
     Download,
     PyDoc,
     Tales,
+    Text,
     TextFile,
     TokenData,
     Windows,
     permute,
-    prepare,
     read_text,
     shares,
 )
@@ -229,13 +230,17 @@ class Counting(Char):
         return super().encode_array(text)
 
 
-def corpus(**options):
-    return TextFile(path="unused", **options)
+@dataclass(frozen=True, kw_only=True)
+class Given(Text):
+    given: str = TEXT
+
+    def read(self):
+        return self.given
 
 
 def test_tokens_are_the_text_split_by_characters(tmp_path):
     for tokenizer in (Char.fit(TEXT), Byte(), BPE.fit(TEXT, vocab_size=300)):
-        tokens = prepare(corpus(val_fraction=0.25), TEXT, tokenizer, tmp_path)
+        tokens = Given(val_fraction=0.25).prepare(tokenizer, tmp_path)
         cut = round(len(TEXT) * 0.75)
         assert tokenizer.decode(tokens.train) == TEXT[:cut]
         assert tokenizer.decode(tokens.val) == TEXT[cut:]
@@ -248,16 +253,16 @@ def test_tokens_are_memory_mapped_in_the_smallest_type_that_holds_the_vocabulary
 
     bpe = BPE.fit(TEXT, vocab_size=300)
     for tokenizer, dtype in [(Char.fit(TEXT), np.uint8), (bpe, np.uint16), (Wide(), np.uint32)]:
-        tokens = prepare(corpus(), TEXT, tokenizer, tmp_path)
+        tokens = Given().prepare(tokenizer, tmp_path)
         assert isinstance(tokens.train, np.memmap)
         assert tokens.train.dtype == tokens.val.dtype == dtype
 
 
 def test_a_text_is_tokenized_once(tmp_path):
     tokenizer = Counting.fit(TEXT)
-    first = prepare(corpus(), TEXT, tokenizer, tmp_path)
+    first = Given().prepare(tokenizer, tmp_path)
     asked = tokenizer.asked
-    again = prepare(corpus(), TEXT, tokenizer, tmp_path)
+    again = Given().prepare(tokenizer, tmp_path)
     assert tokenizer.asked == asked
     assert np.array_equal(first.train, again.train)
     assert np.array_equal(first.val, again.val)
@@ -266,20 +271,20 @@ def test_a_text_is_tokenized_once(tmp_path):
 def test_another_text_tokenizer_or_split_has_tokens_of_its_own(tmp_path):
     some = TEXT[:1000]
     cases = [
-        (corpus(), some, Char.fit(some)),
-        (corpus(), some, Byte()),
-        (corpus(), some, Char.fit(TEXT)),
-        (corpus(val_fraction=0.2), some, Byte()),
-        (corpus(), some[:-1] + "?", Byte()),
+        (Given(given=some), Char.fit(some)),
+        (Given(given=some), Byte()),
+        (Given(given=some), Char.fit(TEXT)),
+        (Given(given=some, val_fraction=0.2), Byte()),
+        (Given(given=some[:-1] + "?"), Byte()),
     ]
-    for made, case in enumerate(cases, start=1):
-        prepare(*case, tmp_path)
+    for made, (text, tokenizer) in enumerate(cases, start=1):
+        text.prepare(tokenizer, tmp_path)
         assert len(list(tmp_path.iterdir())) == made
 
 
 @pytest.mark.parametrize("damage", ["no facts", "no facts, half the tokens", "no facts, no tokens"])
 def test_a_cache_that_was_cut_short_is_made_anew(tmp_path, damage):
-    whole = prepare(corpus(), TEXT, Byte(), tmp_path)
+    whole = Given().prepare(Byte(), tmp_path)
     train = np.array(whole.train)
     (folder,) = tmp_path.iterdir()
     (folder / "facts.json").unlink()
@@ -287,13 +292,13 @@ def test_a_cache_that_was_cut_short_is_made_anew(tmp_path, damage):
         (folder / "train.bin").write_bytes(bytes(10))
     if "no tokens" in damage:
         (folder / "train.bin").unlink()
-    assert np.array_equal(prepare(corpus(), TEXT, Byte(), tmp_path).train, train)
+    assert np.array_equal(Given().prepare(Byte(), tmp_path).train, train)
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut short", "another tokenizer's", "no facts at all"])
 def test_a_damaged_cache_is_noticed_and_made_anew(tmp_path, damage):
     """Also where the tokens and facts of another tokenizer lie in the place of this one's."""
-    whole = np.array(prepare(corpus(), TEXT, Byte(), tmp_path).train)
+    whole = np.array(Given().prepare(Byte(), tmp_path).train)
     (folder,) = tmp_path.iterdir()
     raw = (folder / "train.bin").read_bytes()
     if damage == "a bit":
@@ -303,14 +308,14 @@ def test_a_damaged_cache_is_noticed_and_made_anew(tmp_path, damage):
     elif damage == "no facts at all":
         (folder / "facts.json").write_text("[" * 100_000)
     else:
-        prepare(corpus(), TEXT, Char.fit(TEXT), tmp_path)
+        Given().prepare(Char.fit(TEXT), tmp_path)
         (other,) = set(tmp_path.iterdir()) - {folder}
         for file in other.iterdir():
             file.replace(folder / file.name)
     with pytest.warns(UserWarning, match="the cached tokens are damaged, and made anew"):
-        again = prepare(corpus(), TEXT, Byte(), tmp_path)
+        again = Given().prepare(Byte(), tmp_path)
     assert np.array_equal(again.train, whole)
-    assert np.array_equal(prepare(corpus(), TEXT, Byte(), tmp_path).train, whole)  # and now without a warning
+    assert np.array_equal(Given().prepare(Byte(), tmp_path).train, whole)  # and now without a warning
 
 
 # ---- small texts ----
@@ -321,7 +326,7 @@ BLOCK = 32
 @pytest.mark.parametrize("fraction", [0, 0.05, 0.5])
 @pytest.mark.parametrize("length", [1, 20, BLOCK, BLOCK + 1, BLOCK + 2, 300, 1000])
 def test_a_part_of_the_split_holds_a_window_and_its_targets_or_is_refused(tmp_path, length, fraction):
-    tokens = prepare(corpus(val_fraction=fraction), TEXT[:length], Byte(), tmp_path)
+    tokens = Given(val_fraction=fraction, given=TEXT[:length]).prepare(Byte(), tmp_path)
     short = [
         (name, len(part))
         for name, part in (("training", tokens.train), ("validation", tokens.val))
@@ -337,7 +342,7 @@ def test_a_part_of_the_split_holds_a_window_and_its_targets_or_is_refused(tmp_pa
 
 
 def test_a_text_without_validation_part_is_no_mistake(tmp_path):
-    tokens = prepare(corpus(val_fraction=0), TEXT, Byte(), tmp_path)
+    tokens = Given(val_fraction=0).prepare(Byte(), tmp_path)
     tokens.check(BLOCK)
     assert len(tokens.train) == len(TEXT.encode())
     assert len(tokens.val) == 0

@@ -26,6 +26,7 @@ from minilm.errors import ConfigError
 from minilm.generation import Generator, encode_prompt
 from minilm.optim import load_states
 from minilm.tokenizer import BPE, Byte, Char
+from minilm.words import CONFIGS
 
 CPU = torch.device("cpu")
 NUMBERS = [0, 1, -1, 2, 7, 10**9, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-320, 1e308, float("inf"), float("nan")]
@@ -216,10 +217,9 @@ no_surrogates = VALUES.filter(lambda value: value != "\ud800")
 def texts(ground: Ground, draw: Callable) -> None:
     file = ground.work / "text.txt"
     file.write_bytes(draw(st.binary(max_size=99) | spliced(TEXT[:500].encode())))
-    text = data.read_text(file, "data.path")
-    tokenizer = draw(st.sampled_from([Char, Byte])).fit(text)
     corpus = data.TextFile(path=str(file))
-    data.prepare(corpus, text, tokenizer, ground.work / "cache").check(16)
+    tokenizer = draw(st.sampled_from([Char, Byte])).fit(corpus.text)
+    corpus.prepare(tokenizer, ground.work / "cache").check(16)
     shutil.rmtree(ground.work / "cache")
 
 
@@ -264,7 +264,7 @@ def ground(plain_run, tmp_path_factory):
     torch.set_num_threads(1)
     with (
         pytest.MonkeyPatch.context() as patch,
-        hydra.initialize_config_dir(str(config.CONFIGS), version_base="1.3"),
+        hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"),
     ):
         patch.setattr("os.fsync", lambda descriptor: None)
         patch.setattr("minilm.training.plot_loss", lambda *args, **options: None)

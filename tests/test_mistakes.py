@@ -14,6 +14,10 @@ import mistakes
 import pytest
 from conftest import ROOT, Result, script_as_typed
 
+from minilm import mistakes as refusals
+from minilm.errors import ConfigError
+from minilm.words import groups
+
 SLOWEST = 3  # a refusal, over the time of importing torch
 
 
@@ -184,3 +188,60 @@ def test_a_fault_of_ours_shows_where_it_happened(tmp_path, sweep):
     assert "Traceback" in done.stderr
     assert "module.train = " in done.stderr or "<lambda>" in done.stderr
     assert done.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+# ---- suggestions ----
+
+KNOWN = [
+    "seed",
+    "optim.lr",
+    "optim.betas",
+    "optim",
+    "train.max_steps",
+    "train.keep",
+    "train",
+    "model.n_layer",
+    "model",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("sed", "did you mean seed?"),
+        ("lr", "did you mean optim.lr?"),
+        ("train.lr", "did you mean optim.lr?"),
+        ("train.max_step", "did you mean train.max_steps?"),
+        ("n_layers", "did you mean model.n_layer?"),
+        ("modle.n_layer", "did you mean model.n_layer?"),
+        ("train.zzz", "train has train.max_steps, train.keep"),
+        ("zzz", "the top level has seed, optim, train, model"),
+        ("zzz.qqq", "there are seed, optim, train, model"),
+        ("mask.window", "only mask=sliding has it"),
+        ("tokenizer.vocab_size", "only tokenizer=bpe has it"),
+    ],
+)
+def test_a_misspelt_key_is_told_the_nearest(key, says):
+    assert refusals._nearest(key, KNOWN, groups("train")) == says
+
+
+# ---- how a program ends ----
+
+
+def test_ctrl_c_is_no_fault_of_ours(capsys):
+    with pytest.raises(SystemExit) as stop, refusals.in_one_line("train", "train"):
+        raise KeyboardInterrupt
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "train: interrupted\n"
+
+
+def test_a_mistake_is_one_line_and_status_2(capsys):
+    with pytest.raises(SystemExit) as stop, refusals.in_one_line("train", "train"):
+        raise ConfigError("data.path=x:\n  no such   file")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "train: data.path=x: no such file\n"
+
+
+def test_a_fault_of_ours_is_not_hidden():
+    with pytest.raises(ZeroDivisionError), refusals.in_one_line("train", "train"):
+        raise ZeroDivisionError

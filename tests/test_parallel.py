@@ -28,9 +28,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from minilm import checkpoint, launch, parallel, training
-from minilm.config import CONFIGS, Command
+from minilm.config import Command
 from minilm.errors import ConfigError
 from minilm.parallel import ALONE, World
+from minilm.words import CONFIGS
 
 REQUEUED = 77
 CLOCK = {"train_seconds", "tokens_per_second"}

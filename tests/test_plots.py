@@ -114,6 +114,6 @@ def test_title_and_summary(tmp_path):
     records = [{"step": 200, "tokens": 1_640_000, "train_seconds": 61.2}]
     val = np.array([[0, 4.0], [100, 1.25], [200, 1.5]])
     assert summary(records, val, 1.0) == (
-        "1.64M tokens  ·  0:01:01 of training  ·  best validation loss 1.2500 at step 100, 0.250 above the floor"
+        "1.64 M tokens  ·  0:01:01 of training  ·  best validation loss 1.2500 at step 100, 0.250 above the floor"
     )
-    assert summary(records, np.zeros((0, 2)), None) == "1.64M tokens  ·  0:01:01 of training"
+    assert summary(records, np.zeros((0, 2)), None) == "1.64 M tokens  ·  0:01:01 of training"

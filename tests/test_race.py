@@ -51,7 +51,7 @@ def test_a_race_claims_of_its_slowest_and_of_its_worst_seed(faster, loss, hold, 
     monkeypatch.setattr(race, "compose", compose)
     monkeypatch.setattr(race, "trained", trained)
     bench = RaceBench(baseline="slow", challenger="quick", faster=faster, loss=loss, seeds=[1, 2])
-    report = bench.run(SimpleNamespace(config=SAID), Progress("race"))
+    report = bench.run(SimpleNamespace(config=SAID), Progress())
     assert ran == [("slow", 1), ("quick", 1), ("quick", 2)]
     assert [claim.holds for claim in report.claims] == hold
     assert [claim.measured for claim in report.claims] == ["20.0", "1.9100"]

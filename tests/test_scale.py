@@ -25,7 +25,7 @@ def report(models, contexts, text_file):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         words = ["data=file", f"data.path={text_file}", "tokenizer=byte", "device=cpu"]
         config = OmegaConf.to_container(compose("bench", overrides=words), resolve=True)
-        return bench.run(Setting.of(config), Progress("scale"))
+        return bench.run(Setting.of(config), Progress())
 
 
 def in_this_process(function, config, *, cwd, **options):

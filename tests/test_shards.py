@@ -1,5 +1,7 @@
 """Tokens on a disk: the right ones, in whole files, the same bytes however often the work was stopped."""
 
+import copy
+import functools
 import hashlib
 import json
 import os
@@ -95,7 +97,7 @@ def test_what_is_whole_is_not_made_again(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("damage", ["cut short", "gone", "changed", "no manifest", "half a manifest"])
+@pytest.mark.parametrize("damage", ["cut short", "gone", "changed", "no manifest"])
 def test_what_is_damaged_is_made_again_and_the_rest_kept(tmp_path, damage):
     made(tmp_path)
     whole, second = files(tmp_path), path_of(tmp_path, 1, "train")
@@ -108,13 +110,66 @@ def test_what_is_damaged_is_made_again_and_the_rest_kept(tmp_path, damage):
     elif damage == "changed":  # sums are looked at where the work goes on
         second.write_bytes(bytes(len(whole[second.name])))
         (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"whole": False}))
-    elif damage == "no manifest":
-        (tmp_path / "manifest.json").unlink()
     else:
-        (tmp_path / "manifest.json").write_bytes(whole["manifest.json"][:100])
+        (tmp_path / "manifest.json").unlink()
     made(tmp_path)
     assert files(tmp_path) == whole
     assert "manifest" in damage or path_of(tmp_path, 0, "train").stat().st_mtime_ns == kept
+
+
+def places(tree, above=()):
+    """The keys that lead to each value of plain JSON, at every depth."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield (*above, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*above, key))
+
+
+def test_a_manifest_that_lacks_something_or_has_another_kind_in_its_place_is_none(tmp_path):
+    manifest = made(tmp_path)
+    manifest["shards"] = manifest["shards"][:2]
+    assert shards.read(tmp_path) is not None
+    needed = [place for place in places(manifest) if place != ("source",)]
+    assert len(needed) == 3 + 2 * (1 + 1 + 2 + 2 * 4)
+    for *above, last in needed:
+        for value in ("gone", None, [], {}, [None], -1, 0.5):
+            damaged = copy.deepcopy(manifest)
+            inner = functools.reduce(lambda tree, key: tree[key], above, damaged)
+            if value == [] and last == "shards":
+                continue  # nothing is there yet
+            if value != "gone":
+                inner[last] = value
+            elif isinstance(inner, dict):
+                del inner[last]
+            else:
+                continue  # one shard less
+            (tmp_path / "manifest.json").write_text(json.dumps(damaged))
+            assert shards.read(tmp_path) is None, (*above, last, value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", '{"whole": true}', '{"whole": true, "shards": []}', "[" * 100_000, "uint8"]
+)
+def test_a_damaged_manifest_is_noticed_and_all_is_made_anew(tmp_path, text):
+    made(tmp_path)
+    whole = files(tmp_path)
+    if text == "uint8":
+        text = whole["manifest.json"].decode().replace("uint16", "uint8")
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.warns(UserWarning, match="damaged, and made anew"):
+        made(tmp_path)
+    assert files(tmp_path) == whole
+
+
+def test_a_lot_of_tokens_is_as_wide_as_they_are(tmp_path):
+    for tokenizer in (Char.fit(TEXT, end=True), Byte(end=True), TOKENIZER):
+        given = []
+        encode = encoder(tokenizer)
+        with pytest.MonkeyPatch.context() as patch:
+            joined = np.concatenate
+            patch.setattr(np, "concatenate", lambda runs: given.extend(runs) or joined(runs))  # noqa: B023
+            encode([Piece("some text", True, 0, part="train")])
+        assert {run.dtype for run in given} == {encode.dtype}
 
 
 KILLED = """

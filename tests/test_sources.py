@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from conftest import TEXT
 
-from minilm import sources
+from minilm import readers, sources
 from minilm.build import build_corpus
 from minilm.data import ROUND, Windows
 from minilm.errors import ConfigError
-from minilm.sources import Folder, HuggingFace, from_text, last_word_end
+from minilm.readers import from_text, last_word_end
+from minilm.sources import Folder, HuggingFace
 from minilm.tokenizer import BPE, Byte, Char, Pretrained
 
 pa = pytest.importorskip("pyarrow")
@@ -75,24 +76,27 @@ def test_another_column_may_hold_the_text_and_null_is_no_document(tmp_path):
     assert data.train[:].tolist() == [*b"one\n", 256, *b"two", 256]
 
 
+@pytest.mark.parametrize("text", [TEXT, " ".join(TEXT.split())], ids=["lines", "one line"])
 @pytest.mark.parametrize("size", [1, 7, 300, 1000])
-def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(sources, "LONG", size)
-    (tmp_path / "long.txt").write_text(TEXT, encoding="utf-8")
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, size, text):
+    monkeypatch.setattr(readers, "LONG", size)
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     read = list(from_text(tmp_path / "long.txt", ""))
-    assert "".join(piece.text for piece in read) == TEXT
+    assert "".join(piece.text for piece in read) == text
     assert [piece.ends for piece in read] == [False] * (len(read) - 1) + [True]
-    assert read[-1].done == len(TEXT.encode())
-    bpe = BPE.fit(TEXT, vocab_size=300)
-    if size >= 300:  # a line end behind a word is always near
+    assert read[-1].done == len(text.encode())
+    bpe = BPE.fit(text, vocab_size=300)
+    if size >= 300:  # a line end or a space behind a word is always near
         assert len(read) > 3
-        assert [i for piece in read for i in bpe.encode(piece.text)] == bpe.encode(TEXT)
+        assert [i for piece in read for i in bpe.encode(piece.text)] == bpe.encode(text)
 
 
 def test_a_text_is_cut_behind_a_word():
     assert last_word_end("one\ntwo.\nthree\n\nfour") == len("one\ntwo.\nthree")
-    assert last_word_end("no line") == len("no line")
-    assert last_word_end("\n.\n") == 3
+    assert last_word_end("one two. three  four") == len("one two. three")
+    assert last_word_end("one\ntwo three four") == len("one")
+    assert last_word_end("noline") == len("noline")
+    assert last_word_end("\n.\n . ") == len("\n.\n . ")
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9])
@@ -146,6 +150,28 @@ def test_a_tokenizer_is_fitted_once_to_texts_one_by_one(folder, tmp_path, monkey
     monkeypatch.setattr(Folder, "read", lambda self: pytest.fail("read again"))
     assert corpus.fit(make, {"kind": "char"}, tmp_path).fingerprint() == first.fingerprint()
     assert corpus.fit(lambda texts: Byte.fit(texts, end=True), {"kind": "byte"}, tmp_path).vocab_size == 257
+
+
+@pytest.mark.parametrize("damage", ["cut short", "another object", "no object", "nested", "no UTF-8"])
+def test_a_damaged_tokenizer_is_noticed_and_fitted_anew(folder, tmp_path, damage):
+    def fit():
+        return Folder(path=str(folder)).fit(
+            lambda texts: BPE.fit(texts, 300), {"kind": "bpe"}, tmp_path / "cache"
+        )
+
+    first = fit()
+    (kept,) = (tmp_path / "cache").iterdir()
+    whole = kept.read_bytes()
+    contents = {
+        "cut short": whole[:100],
+        "another object": b"{}",
+        "no object": b"1",
+        "nested": b"[" * 100_000,
+    }
+    kept.write_bytes(contents.get(damage, b"\xff"))
+    with pytest.warns(UserWarning, match="damaged, and made anew"):
+        assert fit().fingerprint() == first.fingerprint()
+    assert kept.read_bytes() == whole
 
 
 def test_byte_pairs_of_many_texts_are_those_of_one():
@@ -235,7 +261,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 
 
 def test_where_a_bad_byte_stands_is_told_far_into_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONG", 10)
+    monkeypatch.setattr(readers, "LONG", 10)
     (tmp_path / "a.txt").write_bytes("aé".encode() * 1000 + b"\xff" + b"b" * 100)
     with pytest.raises(ConfigError, match="not UTF-8 at byte 3000;"):
         list(from_text(tmp_path / "a.txt", ""))

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module that is not named here stands at the top: it may import all the others, and none of these may import it.
 LEVELS = [
     "errors",
-    "attention.masks attention.positions files layers runtime sampling schedule trouble",
-    "parallel",
+    "attention.masks attention.positions files layers runtime schedule trouble",
+    "parallel sampling",
     "muon",
     "attention.frame optim console tales tensors tokenizer",
     "attention.cache attention.kernels checkpoint shards streaming tracking",
@@ -85,11 +85,12 @@ def test_attention_knows_attention_and_torch_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_only_config_and_the_launching_of_jobs_know_hydra(name):
+def test_only_the_command_line_and_the_launching_of_jobs_know_hydra(name):
     hydra = {full.split(".")[0] for full in imported(SOURCES[name])} & {"hydra", "omegaconf"}
-    assert not hydra or name in ("config", "lab.jobs")
+    assert not hydra or name in ("config", "lab.jobs", "mistakes", "words")
 
 
-def test_a_misspelt_key_is_answered_before_torch_is_there():
-    assert "torch" not in {full.split(".")[0] for full in imported(SOURCES["config"])}
-    assert own("config") <= {"errors"}
+@pytest.mark.parametrize("name", ["config", "mistakes", "words"])
+def test_a_misspelt_key_is_answered_before_torch_is_there(name):
+    assert "torch" not in {full.split(".")[0] for full in imported(SOURCES[name])}
+    assert own(name) <= {"errors", "mistakes", "words"}

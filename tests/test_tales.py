@@ -102,7 +102,6 @@ def test_every_story_has_one_derivation_and_the_floor_is_its_information(n_bytes
         assert nats == pytest.approx(tales.nats[start:stop].sum())
         start = stop
     assert start == len(tales.text)
-    assert tales.floor() == pytest.approx(tales.nats.sum() / len(tales.text))
 
 
 def test_a_story_that_forgets_has_no_derivation():
@@ -162,12 +161,11 @@ def test_everything_named_is_used():
     assert not {*grammar.words, *grammar.cast, *grammar.rules} - used
 
 
-def test_floor_of_a_part():
-    tales = corpus()
-    assert tales.floor(10, 20) == pytest.approx(tales.nats[10:20].mean())
-    assert 0.1 < tales.floor() < 0.6
-    with pytest.raises(ConfigError, match="start=5"):
-        tales.floor(5, 5)
+def test_a_character_costs_a_fraction_of_a_nat():
+    assert 0.1 < corpus().nats.mean() < 0.6
+
+
+def test_no_text_is_refused():
     with pytest.raises(ConfigError, match="n_bytes=0"):
         generate(n_bytes=0)
 
@@ -329,4 +327,4 @@ def test_the_corpus_needs_more_than_an_ngram():
     train = tokens[:n_train]
     order = best_order(train, vocab_size, 8)
     nats = NGram(train, vocab_size, order).nats(tokens[n_train:], order, train)
-    assert nats - tales.floor(n_train) > 0.08
+    assert nats - tales.nats[n_train:].mean() > 0.08

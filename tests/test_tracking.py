@@ -147,7 +147,7 @@ def test_disabled_and_torch_free(tmp_path):
         writer = start_wandb("disabled", "p", None, None, {}, "run")
         writer.log({"a": 1}, step=1)
         writer.finish(0)
-        assert writer.run_id is None and writer.url is None
+        assert writer.run_id is None
         assert not {"wandb", "torch", "rich", "matplotlib"} & set(sys.modules)
         """,
         tmp_path,
@@ -242,7 +242,7 @@ def test_an_unknown_mode_names_the_choices():
 
 
 class BrokenRun:
-    id, url, calls = "id", None, 0
+    id, calls = "id", 0
 
     def log(self, record, step):
         self.calls += 1

@@ -12,11 +12,12 @@ from minilm.attention.masks import Mask
 from minilm.attention.positions import Position
 from minilm.bench.base import Bench, Claim, Report, Table
 from minilm.bench.measure import Progress, fit_exponent, fit_growth, free_bytes, median_seconds, peak_bytes
-from minilm.bench.report import COLORS, INK, log_axes, show_bytes, show_seconds
+from minilm.bench.report import COLORS, log_axes, show_bytes, show_seconds
 from minilm.bench.setting import Setting
 from minilm.build import construct
 from minilm.cost import FLOAT32
 from minilm.errors import ConfigError
+from minilm.plots import INK
 
 PASSES = {"forward": False, "forward+backward": True}
 MATRICES = 4  # (H, n, n) tensors that the reference holds at once, and some room

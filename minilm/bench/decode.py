@@ -7,11 +7,12 @@ from typing import Any
 from minilm.attention.cache import KVCache
 from minilm.bench.base import Bench, Claim, Report, Table
 from minilm.bench.measure import Progress, median_seconds
-from minilm.bench.report import COLORS, INK, log_axes, show_bytes, show_seconds
+from minilm.bench.report import COLORS, log_axes, show_bytes, show_seconds
 from minilm.bench.setting import Setting
 from minilm.cost import FLOAT32
 from minilm.errors import ConfigError
 from minilm.model import GPT
+from minilm.plots import INK
 from minilm.runtime import autocast, inference
 
 PIECE = 512  # tokens that are read into a cache at a time

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from minilm.bench.base import Bench, Claim, Report, Table
 from minilm.bench.measure import Progress, seconds_of
-from minilm.bench.report import COLORS, INK
+from minilm.bench.report import COLORS
 from minilm.bench.setting import Setting
 from minilm.decoding import CompiledStep
 from minilm.errors import ConfigError
 from minilm.generation import Generator
 from minilm.model import GPT
+from minilm.plots import INK
 from minilm.runtime import DTYPES
 from minilm.sampling import Sampler
 

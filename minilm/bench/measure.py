@@ -2,11 +2,10 @@
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,30 +16,13 @@ K = TypeVar("K", bound=Hashable)
 
 LEAST_SECONDS = 0.02
 LEAST_SAMPLES = 3
-LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
 class Progress:
-    """A bar on standard error, or now and then a line where that is no terminal; for a `with` block."""
+    """Counts the steps of a bench. show: called with those that are done, and those there are."""
 
-    def __init__(self, title: str) -> None:
-        self.title, self.done, self.total = title, 0, 0
-        self._bar: Any = None
-        self._shown = time.monotonic()
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(self.title)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __init__(self, show: Callable[[int, int], object] = lambda done, total: None) -> None:
+        self.show, self.done, self.total = show, 0, 0
 
     def expect(self, steps: int) -> None:
         """So many steps more are to come."""
@@ -48,11 +30,7 @@ class Progress:
 
     def step(self, steps: int = 1) -> None:
         self.done += steps
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, total=self.total)
-        elif time.monotonic() - self._shown > LINE_SECONDS:
-            self._shown = time.monotonic()
-            print(f"{self.title}: {self.done} of {self.total}", file=sys.stderr, flush=True)
+        self.show(self.done, self.total)
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,12 +14,14 @@ import numpy as np
 from minilm.bench.base import Bench, Claim, Report, Table
 from minilm.bench.child import answer
 from minilm.bench.measure import Progress, median_seconds
-from minilm.bench.report import COLORS, INK, show_bytes, show_number, show_seconds
+from minilm.bench.report import COLORS, show_bytes, show_seconds
 from minilm.bench.setting import Setting
 from minilm.bench.step import peak_resident
 from minilm.build import construct
+from minilm.console import short
 from minilm.data import PyDoc, TokenData, Windows
 from minilm.errors import ConfigError
+from minilm.plots import INK
 from minilm.shards import SHARD, Shards
 from minilm.sources import Folder, cores
 from minilm.tokenizer import BPE, Tokenizer, from_dict
@@ -70,7 +72,7 @@ class PrepareBench(Bench):
         ratio = rates[PIPELINE] / rates[ALONE] / n_cores
         grown = reading["grown"]
         rows = [
-            [name, show_seconds(seconds[name]), show_number(rates[name]), f"{rates[name] / rates[ALONE]:.2f}"]
+            [name, show_seconds(seconds[name]), short(rates[name]), f"{rates[name] / rates[ALONE]:.2f}"]
             for name in cases
         ]
         weights = [
@@ -79,7 +81,7 @@ class PrepareBench(Bench):
             [f"training's reads in {self.mapped} MB of tokens: what they add", show_bytes(grown)],
         ]
         return Report(
-            title=f"{show_number(n_tokens)} tokens of {self.megabytes} MB, {n_cores} cores",
+            title=f"{short(n_tokens)} tokens of {self.megabytes} MB, {n_cores} cores",
             tables=[
                 Table("Tokenization", ["", "time", "tokens/s", "×"], rows),
                 Table("Peak memory", ["", "resident"], weights),
@@ -110,7 +112,7 @@ class PrepareBench(Bench):
             notes=[
                 "Times are medians of interleaved repeats; those of the pipeline hold the start of its processes, the "
                 "split, checksums, and waiting for the disk.",
-                f"The process that reads holds what is to be the next shard, {show_number(SHARD)} tokens at most.",
+                f"The process that reads holds what is to be the next shard, {short(SHARD)} tokens at most.",
             ],
         )
 

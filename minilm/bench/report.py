@@ -11,9 +11,9 @@ import torch
 from minilm.bench.base import Report, Table
 from minilm.bench.setting import Setting
 from minilm.files import write_atomic
+from minilm.plots import BLUE, GREEN, INK, PALE, RED
 
-INK = "#6b7280"
-COLORS = ("#d1495b", "#3d6fb4", "#2e7d32", "#b7791f")
+COLORS = (RED, BLUE, GREEN, "#b7791f")
 
 
 def print_table(table: Table, stream: TextIO) -> None:
@@ -98,7 +98,7 @@ def log_axes(figure: Any, place: tuple[int, int, int], x: str, y: str) -> Any:
     axes.set_ylabel(y, color=INK)
     axes.tick_params(colors=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e5e7eb", linewidth=0.8)
+    axes.grid(color=PALE, linewidth=0.8)
     axes.set_axisbelow(True)
     return axes
 
@@ -119,11 +119,3 @@ def show_bytes(n: float) -> str:
         if n >= 1024**power:
             return f"{n / 1024**power:.4g} {unit}"
     return f"{n:.0f} B"
-
-
-def show_number(n: float) -> str:
-    """1234567 as 1.23 M."""
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:.3g}"

@@ -8,6 +8,7 @@ from minilm.bench.report import print_report, write_report
 from minilm.bench.setting import Setting
 from minilm.build import construct
 from minilm.config import Command
+from minilm.console import bar
 from minilm.finetune import with_vocab_size
 
 
@@ -17,8 +18,8 @@ def run(command: Command) -> None:
     bench = construct(config, "bench", Bench)
     name = config["bench"]["_target_"].rpartition(".")[0].rpartition(".")[2]  # minilm.bench.NAME.Class
     setting = Setting.of(config)
-    with Progress(name) as progress:
-        report = bench.run(setting, progress)
+    with bar(name) as show:
+        report = bench.run(setting, Progress(show))
     print_report(report, sys.stdout)
     for path in write_report(name, report, setting, command.out_dir):
         print(path)

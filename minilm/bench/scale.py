@@ -10,11 +10,12 @@ from minilm.bench.base import Bench, Report, Table
 from minilm.bench.generate import READ_BYTES, READERS
 from minilm.bench.measure import Product, Progress, free_bytes, median_seconds
 from minilm.bench.race import Curve, trained
-from minilm.bench.report import COLORS, log_axes, show_bytes, show_number
+from minilm.bench.report import COLORS, log_axes, show_bytes
 from minilm.bench.setting import Run, Setting
 from minilm.bench.step import SQUARES, model_flops
 from minilm.bench.training import TrainingStep
 from minilm.config import compose
+from minilm.console import short
 from minilm.errors import ConfigError
 from minilm.resume import rooted
 
@@ -84,8 +85,8 @@ class ScaleBench(Bench):
                     "The machine",
                     ["", "a second"],
                     [
-                        [f"FLOPs of the best {precision} product", show_number(best)],
-                        ["bytes read from memory", show_number(read_rate)],
+                        [f"FLOPs of the best {precision} product", short(best)],
+                        ["bytes read from memory", short(read_rate)],
                     ],
                 ),
             ],
@@ -141,10 +142,10 @@ class ScaleBench(Bench):
             [
                 row["model"],
                 str(row["context"]),
-                show_number(row["parameters"]),
-                show_number(row["flops_per_token"]),
+                short(row["parameters"]),
+                short(row["flops_per_token"]),
                 show_bytes(row["bytes"]),
-                show_number(row["tokens_per_second"]),
+                short(row["tokens_per_second"]),
                 f"{row['of_product']:.0%}",
                 f"{row['loss']:.3f}",
             ]
@@ -159,7 +160,7 @@ def _draw(rows: list[dict[str, Any]], figure: Any) -> None:
     ):
         axes = log_axes(figure, (1, 2, place), "parameters", label)
         axes.set_xscale("log", base=10)
-        axes.xaxis.set_major_formatter(lambda n, _: show_number(n))
+        axes.xaxis.set_major_formatter(lambda n, _: short(n))
         for context, color in zip(sorted({row["context"] for row in rows}), COLORS, strict=False):
             points = sorted((row["parameters"], row[key]) for row in rows if row["context"] == context)
             axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=f"{context}")

@@ -11,10 +11,11 @@ from typing import Any
 
 from minilm.bench.base import Bench, Claim, Report, Table
 from minilm.bench.measure import Progress, median_seconds
-from minilm.bench.report import COLORS, INK, show_seconds
+from minilm.bench.report import COLORS, show_seconds
 from minilm.bench.setting import Setting
-from minilm.config import CONFIGS
 from minilm.errors import ConfigError
+from minilm.plots import INK
+from minilm.words import CONFIGS
 
 TRAIN = [sys.executable, str(CONFIGS.parent / "scripts" / "train.py")]
 TORCH, HELP, MISSPELT, STEP = "import torch", "--help", "a misspelt key", "the first training step"

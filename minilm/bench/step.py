@@ -14,10 +14,12 @@ import torch
 from minilm.bench.base import Bench, Claim, Report, Table
 from minilm.bench.child import answer
 from minilm.bench.measure import Product, Progress, median_seconds
-from minilm.bench.report import COLORS, INK, show_bytes, show_number, show_seconds
+from minilm.bench.report import COLORS, show_bytes, show_seconds
 from minilm.bench.setting import Run, Setting
 from minilm.bench.training import TrainingStep
+from minilm.console import short
 from minilm.errors import ConfigError
+from minilm.plots import INK
 
 COMPILED = "compiled"
 STEPS = 3  # of the process that is weighed
@@ -75,7 +77,7 @@ class StepBench(Bench):
             [
                 way,
                 show_seconds(seconds[way]),
-                show_number(tokens / seconds[way]),
+                short(tokens / seconds[way]),
                 f"{seconds[plain] / seconds[way]:.2f}",
                 f"{flops / seconds[way] / rates[best]:.0%}",
                 show_bytes(planned[way]),
@@ -114,7 +116,7 @@ class StepBench(Bench):
                 Table(
                     "Products in bf16",
                     ["", "FLOPs per second"],
-                    [[name, show_number(rate)] for name, rate in rates.items()],
+                    [[name, short(rate)] for name, rate in rates.items()],
                 ),
             ],
             claims=claims,

@@ -19,6 +19,7 @@ from minilm.files import write_atomic
 from minilm.lab.longer import evaluate_longer
 from minilm.lab.results import FAILED, LOG, read
 from minilm.lab.study import Job, Study
+from minilm.words import as_text, as_typed, key_of
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ class Work:
 
 def launcher_words(study: Study, job: Job) -> list[str]:
     """What a launcher is told of a job, as Hydra reads it. Its names are texts, whatever stands in them."""
-    words = [command_line.as_typed(word) for word in (*job.variant.words, f"seed={job.seed}", "resume=auto")]
-    said = {command_line.key_of(word) for word in words}
+    words = [as_typed(word) for word in (*job.variant.words, f"seed={job.seed}", "resume=auto")]
+    said = {key_of(word) for word in words}
     names = {"wandb.group": study.config.name, "wandb.name": f"{job.variant.name} {job.seed}"}
     names = {key: name for key, name in names.items() if key not in said}
     names["hydra.sweep.subdir"] = os.path.relpath(job.folder, study.folder)
-    return words + [command_line.as_text(key, name) for key, name in names.items()]
+    return words + [as_text(key, name) for key, name in names.items()]
 
 
 def launch(study: Study) -> None:
@@ -77,8 +78,8 @@ def launch(study: Study) -> None:
     overrides = [launcher_words(study, job) for job in pending]
     loader = GlobalHydra.instance().config_loader()
     said = [word for word in HydraConfig.get().overrides.hydra if not word.startswith("hydra.mode=")]
-    words = [command_line.as_typed(word) for word in said]
-    words += ["hydra.mode=MULTIRUN", command_line.as_text("hydra.sweep.dir", str(study.folder.resolve()))]
+    words = [as_typed(word) for word in said]
+    words += ["hydra.mode=MULTIRUN", as_text("hydra.sweep.dir", str(study.folder.resolve()))]
     master = loader.load_configuration("train", overrides=words, run_mode=RunMode.MULTIRUN)
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks(master)),

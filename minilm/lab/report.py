@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 
 from minilm.bench.base import Table
-from minilm.bench.report import machine, show_number
+from minilm.bench.report import machine
 from minilm.config import differences
+from minilm.console import short
 from minilm.files import write_atomic
 from minilm.lab import charts
 from minilm.lab.findings import Finding, Findings
@@ -172,11 +173,11 @@ def costs(findings: Findings) -> Table:
             [
                 v.name,
                 f"{v.parameters:,}",
-                show_number(v.flops_per_token),
+                short(v.flops_per_token),
                 f"{v.steps:,}",
-                show_number(v.steps * v.cost.tokens),
-                show_number(v.steps * v.cost.flops),
-                "" if speed is None else show_number(speed),
+                short(v.steps * v.cost.tokens),
+                short(v.steps * v.cost.flops),
+                "" if speed is None else short(speed),
                 "" if seconds is None else f"{seconds:.1f} s",
             ]
         )

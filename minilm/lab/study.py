@@ -12,12 +12,11 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from minilm import config as command_line
 from minilm.bench.measure import median_seconds
 from minilm.bench.setting import Run, Setting
 from minilm.bench.training import TrainingStep
 from minilm.build import build_model, check
-from minilm.config import Command, differences
+from minilm.config import Command, compose, differences
 from minilm.cost import Cost
 from minilm.errors import ConfigError
 from minilm.files import write_atomic
@@ -25,6 +24,7 @@ from minilm.finetune import start_from
 from minilm.launch import Parts
 from minilm.resume import rooted
 from minilm.runtime import check_seed
+from minilm.words import as_text, choices, key_of
 
 MOST_SEEDS = 1000
 TOLERANCE = 0.02  # of matched costs
@@ -183,7 +183,7 @@ def plan(command: Command) -> Study:
         own = [own] if isinstance(own, str) else own
         words = [*config.base, *command.others, *own]
         for word in words:
-            if command_line.key_of(word) in ("seed", "out_dir", "resume"):
+            if key_of(word) in ("seed", "out_dir", "resume"):
                 raise ConfigError(f"{word}: a study sets it for each run; say seeds=[…] and out_dir=…")
         with _named(name):
             variants.append(_variant(name, own, words, seeds[0]))
@@ -204,7 +204,7 @@ def plan(command: Command) -> Study:
 def _combinations(vary: str) -> dict[str, str | list[str]]:
     """`a=[1,2] b=[3,4]` -> four variants, each named by what it sets."""
     words = re.findall(r"[^\s\[\]]*(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\])?[^\s\[\]]*", str(vary))
-    sets = [command_line.choices(word) for word in words if word]
+    sets = [choices(word) for word in words if word]
     if not sets:
         raise ConfigError("vary is empty: say vary='KEY=[A,B]'")
     named: list[tuple[str, str | list[str]]]
@@ -248,15 +248,13 @@ def _variant(name: str, own: list[str], words: list[str], seed: int) -> Variant:
 
     init_from is pinned to one checkpoint: runs/latest, say, leads elsewhere once the first run has begun.
     """
-    last = {command_line.key_of(word): word for word in words}  # the last word on a key counts
-    composed = command_line.compose("train", [*last.values(), f"seed={seed}", "out_dir=unused"])
+    last = {key_of(word): word for word in words}  # the last word on a key counts
+    composed = compose("train", [*last.values(), f"seed={seed}", "out_dir=unused"])
     config, begins = start_from(Command(composed, list(last), Path("unused"), default_out_dir=False))
     parts = Parts.of(config, begins)
     if begins:
         plain = re.fullmatch(r"[\w./-]+", str(begins.path))
-        last["init_from"] = (
-            f"init_from={begins.path}" if plain else command_line.as_text("init_from", str(begins.path))
-        )
+        last["init_from"] = f"init_from={begins.path}" if plain else as_text("init_from", str(begins.path))
     words = list(last.values())
     with torch.device("meta"):
         model = build_model(config, parts.tokenizer.vocab_size, parts.tokenizer.end_token)
@@ -352,7 +350,7 @@ def _timed_before(variants: list[Variant], budget: str, folder: Path) -> dict[st
 
 
 def _but_for_steps(words: Iterable[str]) -> list[str]:
-    return [word for word in words if command_line.key_of(word) != "train.max_steps"]
+    return [word for word in words if key_of(word) != "train.max_steps"]
 
 
 # ---- going on ----

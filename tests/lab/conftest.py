@@ -2,9 +2,9 @@ import pytest
 from conftest import TEXT
 
 from lab.fakes import SMALL, ablate_command, composing
-from minilm import config as command_line
 from minilm import launch
 from minilm.lab.study import Study, plan
+from minilm.words import key_of
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def planned(tmp_path, monkeypatch):
     own = {"vary", "seeds", "study", "out_dir"}
 
     def make(*words: str, small: bool = True) -> Study:
-        mine = [word for word in words if command_line.key_of(word).partition(".")[0] in own]
+        mine = [word for word in words if key_of(word).partition(".")[0] in own]
         others = [word for word in words if word not in mine]
         with composing():
             return plan(ablate_command(mine, [*SMALL, "data.path=text.txt", *others] if small else others))

@@ -11,11 +11,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from minilm import config as command_line
 from minilm.config import Command
 from minilm.lab.findings import Findings
 from minilm.lab.results import read
 from minilm.lab.study import Job, Study
+from minilm.words import as_typed, key_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL = (
@@ -32,13 +32,13 @@ SMALL += ("model.block_size=16", "model.ngrams=[]", "train.max_steps=40", "train
 def ablate_command(words, others=()) -> Command:
     """What scripts/ablate.py makes of its own words and of those for train.py."""
     loader = GlobalHydra.instance().config_loader()
-    words = [command_line.as_typed(word) for word in words]
+    words = [as_typed(word) for word in words]
     config = loader.load_configuration("ablate", overrides=words, run_mode=RunMode.RUN)
     HydraConfig.instance().set_config(config)
     plain = OmegaConf.to_container(
         OmegaConf.masked_copy(config, [k for k in config if k != "hydra"]), resolve=True
     )
-    said = [command_line.key_of(word) for word in words]
+    said = [key_of(word) for word in words]
     return Command(plain, said, Path(plain["out_dir"]), "out_dir" not in said, others=tuple(others))
 
 

@@ -6,11 +6,11 @@ from conftest import ROOT
 
 from lab.fakes import SMALL, composing, leave_run
 from minilm import checkpoint
-from minilm import config as command_line
-from minilm.config import choices
+from minilm.config import compose
 from minilm.errors import ConfigError
 from minilm.lab import study as module
 from minilm.lab.study import TOLERANCE
+from minilm.words import choices
 
 STUDIES = sorted(path.stem for path in (ROOT / "configs" / "study").glob("*.yaml") if path.stem != "own")
 
@@ -267,7 +267,7 @@ def test_weights_in_a_folder_with_a_comma(first, planned, tmp_path):
     assert again == str(checkpoint.find("a, b"))
     study = planned(*words, small=False)
     with composing():
-        composed = command_line.compose("train", study.jobs[0].words[:-1])
+        composed = compose("train", study.jobs[0].words[:-1])
     assert composed["init_from"] == again
 
 
