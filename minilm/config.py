@@ -77,7 +77,7 @@ def script(
             os.environ["HYDRA_FULL_ERROR"] = (
                 "1"  # exceptions come here as they are, not as Hydra's own summary
             )
-            with mistakes.in_one_line(name, called()):
+            with mistakes.in_one_line(name, called()), mistakes.warned_in_one_line(called()):
                 arguments = in_order([in_utf8(argument) for argument in sys.argv[1:]])
                 others[:] = [a for a in arguments if for_others and is_for_others(name, a)]
                 sys.argv[1:] = [as_typed(argument) for argument in arguments if argument not in others]

@@ -10,9 +10,11 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -87,6 +89,24 @@ def of_a_job(called: str, typed: list[str]) -> Iterator[None]:
         if isinstance(error, ConfigError):
             raise JobFailed from None
         raise
+
+
+@contextmanager
+def warned_in_one_line(called: str) -> Iterator[None]:
+    """A warning of minilm's own is a line as a mistake is; one of a library says where it comes from."""
+    usual = warnings.formatwarning
+
+    def one(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        own = Path(filename).is_relative_to(Path(__file__).parents[1])
+        return f"{called}: {message}\n" if own else usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = one
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _raised_in_hydra(error: Exception) -> bool:

@@ -70,7 +70,7 @@ class Sampler:
         """The distribution drawn from: (B, V) -> (B, V), in float32, or float64 if the logits are.
 
         seen: (B, L) int64, the tokens that count as repeated, -1 where a row has fewer.
-        Raises ValueError for a row that is no distribution: NaN, +inf, or nothing but -inf.
+        Raises ConfigError for a row that is no distribution: NaN, +inf, or nothing but -inf.
         """
         logits = self._penalised(logits, seen)
         largest = logits.amax(-1, keepdim=True)  # NaN where there is one
@@ -120,7 +120,7 @@ def _check_finite(largest: Tensor) -> None:
     """largest: (B, 1)"""
     for row, value in enumerate(largest.flatten().tolist()):
         if not math.isfinite(value):
-            raise ValueError(
+            raise ConfigError(
                 f"cannot draw a token: the largest logit of row {row} is {value}; "
                 "the model has diverged, or every token is ruled out"
             )

@@ -56,10 +56,14 @@ def to_json(tokenizer: Tokenizer) -> str:
         raise ConfigError(
             f"tokenizer=bpe: {name!r} is a special token and an ordinary one, too: no tokenizer.json"
         )
-    made = hf.Tokenizer(hf.models.BPE(vocab, merges(pieces), ignore_merges=True))
+    # whole pieces of a pattern are looked up before they are merged, as tiktoken does
+    made = hf.Tokenizer(hf.models.BPE(vocab, merges(pieces), ignore_merges=bool(split)))
     to_bytes = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = hf.pre_tokenizers.Sequence([*split, to_bytes])
     made.decoder = hf.decoders.ByteLevel()
+    for name, i in specials.items():
+        if made.encode(name).ids == [i]:
+            raise ConfigError(f"tokenizer=bpe: its pattern takes {name!r} in a text whole: no tokenizer.json")
     return _with_specials(made, specials)
 
 
@@ -185,6 +189,8 @@ class TokenizerFile(Tokenizer):
         """The tokenizer at `path`; the texts play no part. Raises ConfigError naming the path."""
         place = Path(path).expanduser()
         try:
+            if place.name in (RANKS, ENCODING):
+                place = place.parent
             if (place / RANKS).is_file():
                 return from_tiktoken(place)  # type: ignore[return-value]
             file = place / "tokenizer.json" if place.is_dir() else place

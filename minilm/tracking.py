@@ -184,15 +184,15 @@ def check_project(name: str) -> None:
 
 def check_packages(mode: str, tensorboard: bool) -> None:
     """ConfigError where a package that a tracker needs is not installed."""
-    for package, needed, said, off in (
-        ("wandb", mode != "disabled", f"wandb.mode={mode}", "wandb.mode=disabled"),
-        ("tensorboard", tensorboard, "tensorboard=true", "tensorboard=false"),
+    for package, extra, needed, said, off in (
+        ("wandb", "", mode != "disabled", f"wandb.mode={mode}", "wandb.mode=disabled"),
+        ("tensorboard", "[tensorboard]", tensorboard, "tensorboard=true", "tensorboard=false"),
     ):
         try:
             if needed:
                 importlib.import_module(package)
         except ImportError as error:
-            cure = f"pip install {package}, or set {off}"
+            cure = f"pip install -e '.{extra}', or set {off}"
             raise ConfigError(f"{said} needs the package {package} ({error}): {cure}") from None
 
 

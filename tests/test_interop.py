@@ -161,11 +161,11 @@ def test_transformers_tokenizer_gives_the_same_ids_and_text(kind, tmp_path):
 REFUSED = {
     "to=hf: position=alibi has no counterpart": ({}, {}, "causal", "alibi"),
     "to=hf: position=learned has no counterpart .* position=rope": ({}, {}, "causal", "learned"),
-    "position=rotary has no counterpart .* position=learned": ({"norm": "layernorm"}, {}, "causal", "rope"),
+    "position=rope has no counterpart .* position=learned": ({"norm": "layernorm"}, {}, "causal", "rope"),
     "model.mlp=none has no counterpart": ({"mlp": "none"}, {}, "causal", "rope"),
     "mask=prefix has no counterpart": ({}, {}, "prefix", "rope"),
-    "mask=full has no counterpart": ({}, {}, "none", "rope"),
-    "mask=sliding_window has no counterpart": ({}, {}, "sliding", "rope"),
+    "mask=none has no counterpart": ({}, {}, "none", "rope"),
+    "mask=sliding has no counterpart": ({}, {}, "sliding", "rope"),
     "attention.scale=none has no counterpart": ({}, {"scale": "none"}, "causal", "rope"),
     "attention.scale=0.5 has no counterpart": ({}, {"scale": 0.5}, "causal", "rope"),
     "model.bias=True has no counterpart": ({"bias": True}, {}, "causal", "rope"),
@@ -192,7 +192,7 @@ def test_linear_attention_has_no_counterpart(tmp_path):
     }
     weights = checkpoint.load(run, state=False).weights
     checkpoint.save(tmp_path / "l", 1, weights=weights, state={}, config=config, tokenizer=Byte().to_dict())
-    with pytest.raises(ConfigError, match=r"attention=linear_attention has no counterpart .* attention=mha"):
+    with pytest.raises(ConfigError, match=r"attention=linear has no counterpart .* attention=mha"):
         export(tmp_path / "l", tmp_path / "hf")
 
 

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from statistics import median
 
 import mistakes
 import pytest
 from conftest import ROOT, Result, script_as_typed
 
+from minilm import checkpoint, launch
 from minilm import mistakes as refusals
 from minilm.errors import ConfigError
 from minilm.words import groups
@@ -51,8 +53,7 @@ def files(tmp_path_factory, tiny_run):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(raw)
     damaged = shutil.copytree(tiny_run[0], folder / "damaged", symlinks=True) / "checkpoints"
-    for checkpoint in damaged.glob("step_*"):
-        weights = checkpoint / "model.safetensors"
+    for weights in damaged.glob("step_*/model.safetensors"):
         raw = bytearray(weights.read_bytes())
         raw[-1] ^= 1
         weights.write_bytes(raw)
@@ -240,6 +241,30 @@ def test_a_mistake_is_one_line_and_status_2(capsys):
         raise ConfigError("data.path=x:\n  no such   file")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "train: data.path=x: no such file\n"
+
+
+def test_a_warning_of_ours_is_one_line_and_another_says_where_it_comes_from():
+    usual = warnings.formatwarning
+    with refusals.warned_in_one_line("train"):
+        ours = warnings.formatwarning("going on offline", UserWarning, launch.__file__, 7)
+        another = warnings.formatwarning("deprecated", UserWarning, "/elsewhere/library.py", 7)
+    assert ours == "train: going on offline\n"
+    assert another == "/elsewhere/library.py:7: UserWarning: deprecated\n"
+    assert warnings.formatwarning is usual
+
+
+def test_a_model_whose_weights_are_no_numbers_is_said_to_be_so(call, monkeypatch, tmp_path, tiny_run):
+    monkeypatch.chdir(tmp_path)
+    saved = checkpoint.load(tiny_run[0])
+    for weight in saved.weights.values():
+        weight.fill_(float("nan"))
+    kept = {"config": saved.config, "tokenizer": saved.tokenizer}
+    checkpoint.save(tmp_path / "diverged", 1, weights=saved.weights, state=saved.state, **kept)
+    result = call("generate", "checkpoint=diverged", "device=cpu", "prompt=a")
+    assert result.status == 2
+    assert result.err.splitlines()[-1].startswith(
+        "generate: cannot draw a token: the largest logit of row 0 is nan"
+    )
 
 
 def test_a_fault_of_ours_is_not_hidden():

@@ -27,6 +27,7 @@ PROBES = [
     *(
         "",
         "Hello 12345 it's  \n\n x é 日本 🙂\r\n\t ab",
+        "<|endoftext|>",
         "<|endoftext|> hi 3.14159265",
         TEXT,
         "a" * 19,
@@ -103,6 +104,12 @@ def test_a_special_token_that_is_an_ordinary_one_too_is_refused():
     twice = BPE(TRAINED.pattern, ranks, {"<|endoftext|>": len(ranks)})
     with pytest.raises(ConfigError, match=r"'<\|endoftext\|>' is a special token and an ordinary one, too"):
         to_json(twice)
+
+
+def test_a_pattern_that_takes_a_special_tokens_name_whole_is_refused():
+    """The library would look the piece up, and find the special token where there is only text."""
+    with pytest.raises(ConfigError, match=r"its pattern takes '<\|endoftext\|>' in a text whole"):
+        to_json(BPE(r"\S+|\s+", TRAINED.ranks, {"<|endoftext|>": 500}))
 
 
 # ---- of others ----
@@ -215,7 +222,8 @@ def test_a_file_or_folder_of_any_of_these_formats_is_a_tokenizer_to_train_with(f
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text(to_json(TRAINED), encoding="utf-8")
     (tmp_path / "ours.json").write_text(json.dumps(TRAINED.to_dict()), encoding="utf-8")
-    for path in (folder, tmp_path / "hf", tmp_path / "hf" / "tokenizer.json", tmp_path / "ours.json"):
+    files = (folder / "ranks.tiktoken", tmp_path / "hf" / "tokenizer.json", tmp_path / "ours.json")
+    for path in (folder, tmp_path / "hf", *files):
         assert TokenizerFile.fit("", str(path)).to_dict() == TRAINED.to_dict()
 
 

@@ -231,7 +231,9 @@ def test_online_asks_nothing_even_on_a_terminal(tmp_path):
 
 def test_a_missing_package_names_the_cure(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"wandb\.mode=offline needs the package wandb .*pip install wandb"):
+    with pytest.raises(
+        ConfigError, match=r"wandb\.mode=offline needs the package wandb .*pip install -e '\."
+    ):
         start_wandb("offline", "p", None, None, {}, tmp_path)
 
 
@@ -414,8 +416,8 @@ def test_tensorboards_media(tmp_path):
 @pytest.mark.parametrize(
     ("package", "asked", "message"),
     [
-        ("wandb", ("online", False), r"wandb\.mode=online needs the package wandb .*pip install wandb"),
-        ("tensorboard", ("disabled", True), r"tensorboard=true needs .*pip install tensorboard"),
+        ("wandb", ("online", False), r"wandb\.mode=online needs the package wandb .*pip install -e '\.'"),
+        ("tensorboard", ("disabled", True), r"tensorboard=true needs .*pip install -e '\.\[tensorboard\]'"),
     ],
 )
 def test_a_tracker_without_its_package_is_refused(monkeypatch, package, asked, message):

@@ -1,7 +1,6 @@
 """Out: a checkpoint as a folder that transformers opens, written a tensor at a time, in float32."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.masks import Causal, SlidingWindow
 from minilm.attention.positions import Learned, Rotary, StretchedRotary
 from minilm.build import outline
+from minilm.data import ROOT
 from minilm.errors import ConfigError
 from minilm.interop.families import (
     ACTIVATIONS,
@@ -111,9 +111,12 @@ def family_of(model: GPT, config: dict[str, Any]) -> Family:
 
 
 def _choice(config: dict[str, Any], section: str) -> str:
-    """A class's name as the choice of a group, near enough: SlidingWindow as sliding_window."""
-    name = config[section]["_target_"].rpartition(".")[2]
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    """The choice of a group that a class stands for; its path where none of ours does."""
+    target = config[section]["_target_"]
+    for file in sorted((ROOT / "configs" / section).glob("*.yaml")):
+        if f"_target_: {target}\n" in file.read_text(encoding="utf-8"):
+            return file.stem
+    return target
 
 
 def their_config(family: Family, model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
