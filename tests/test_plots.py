@@ -55,7 +55,7 @@ def test_a_picture_is_let_go_at_once(tmp_path):
     from matplotlib.figure import Figure
 
     def figures():
-        return sum(isinstance(thing, Figure) for thing in gc.get_objects())
+        return sum(type(thing) is Figure for thing in gc.get_objects())
 
     write(tmp_path, CURVE)
     gc.collect()
