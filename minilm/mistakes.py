@@ -177,7 +177,7 @@ def _nearest(key: str, known: Sequence[str], groups: list[str]) -> str:
     if close := same_name or close:
         return f"did you mean {close[0]}?"
     if siblings:
-        return f"{group or 'the top level'} has {', '.join(siblings)}"
+        return f"{group or 'the top level'} has {', '.join(k.rpartition('.')[2] for k in siblings)}"
     return f"there are {', '.join(k for k in known if '.' not in k)}"
 
 
@@ -215,5 +215,6 @@ def explain(name: str, error: Exception) -> str:
             if inside := [k for k in known if k.startswith(f"{key}.")]:
                 return _is_section(key, inside[0])
             return f"{key}: no such key; {_nearest(key, known, of)}"
-    cause = error.__cause__ or error
-    return f"{key + ': ' if key else ''}{str(cause).splitlines()[0]}"
+    said = str(error.__cause__ or error).splitlines()[0]
+    said = re.sub(r"^\w+ raised while resolving interpolation: (['\"]?)(.*)\1$", r"\2", said)
+    return f"{key + ': ' if key else ''}{said}"

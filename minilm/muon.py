@@ -33,10 +33,10 @@ class BatchedMuon(Optimizer):
             grads = [p.grad for p in params]
             buffers = [self.state[p]["momentum_buffer"] for p in params]
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            steps = torch._foreach_lerp(grads, buffers, group["momentum"])
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for alike in by_shape(params):
-                wide = torch.stack([flat(whole(steps[i])) for i in alike])
+                steps = [grads[i].lerp(buffers[i], group["momentum"]) for i in alike]
+                wide = torch.stack([flat(whole(step)) for step in steps])
                 scale = group["lr"] * 0.2 * max(wide.shape[-2:]) ** 0.5
                 for i, update in zip(alike, orthogonalise(wide), strict=True):
                     params[i].sub_(part(upright(update, params[i]), like=params[i]), alpha=scale)

@@ -2,8 +2,7 @@
 
 A row is a command line of scripts/SCRIPT.py, after the words of a command that is right. In it {files} is a folder of
 files with something wrong about each, {run} a trained model, {plain}, {nomask}, {prefix}, {linear} others. A word in
-capitals, NAME=value, sets a variable of the environment. ROWS[script] is tried in every test run, MORE[script] too
-where the tests are asked for slow ones: other values of the same kinds.
+capitals, NAME=value, sets a variable of the environment. MORE are other values of the same kinds as ROWS.
 """
 
 RIGHT = {  # words that stand before a row's
@@ -262,7 +261,7 @@ MORE = {
         "compile=1": "compile=1: expected true or false or strict",
         "Once": "Once: expected key=value",
         "top_k 5": "top_k: expected key=value",
-        "checkpoint={prefix}": "mask=prefix lets the first 16 tokens read one another",
+        "checkpoint={prefix}": "the mask lets the first 16 read one another: take a larger keep, or cache=false",
     },
     "attention": {
         "temperature=0": "temperature: no such key; the top level has checkpoint, prompt, out, device, threads",
@@ -281,7 +280,7 @@ MORE = {
     "convert": {
         "format=hf out=x": "format: no such key; did you mean from?",
         "from=gguf path=x out=y": "from=gguf: expected hf or null",
-        "to=hf checkpoint={linear} out=x": "attention=linear_attention has no counterpart",
+        "to=hf checkpoint={linear} out=x": "attention=linear has no counterpart",
         "to=hf checkpoint={files}/damaged out=x": "model.safetensors is damaged",
         "to=hf path=x out=y": "path=x: goes with from=hf; to=hf reads checkpoint=…",
     },
@@ -294,12 +293,12 @@ MORE = {
     "bench": {
         "bench._target_=os.system": "bench._target_=os.system: expected a Bench of minilm",
         "bench.budget=nan": "bench.budget=NaN: expected a finite number",
-        "bench=attention bench.lengths=[0]": "bench.lengths=[0]: ",
+        "bench=attention bench.lengths=[0]": "bench.ways: no such key; bench has lengths, backends",
         "device=cuda:99": "device=cuda:99: this machine has",
     },
     "ablate": {
         "vary=mask=[causal,bogus]": "variant bogus: mask=bogus: expected one of causal",
-        "vary=data.val_fraction=[0,0.1]": "variant 0: data.val_fraction=0.0: a study compares validation losses",
+        "vary=data.val_fraction=[0,0.1]": "variant 0: data.val_fraction=0: a study compares validation losses",
         "study.match=loss": "study.match=loss: expected params or flops or null",
         "seeds=[1,1]": "seeds=[1, 1]: how many",
         "resume=auto": "resume=auto: a study sets it for each run",

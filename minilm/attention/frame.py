@@ -31,7 +31,7 @@ class Frame:
         self,
         q_pos: Tensor,
         k_pos: Tensor | None = None,
-        position: Position = _NOWHERE,
+        position: Position | None = None,
         *,
         q_doc: Tensor | None = None,
         k_doc: Tensor | None = None,
@@ -40,13 +40,13 @@ class Frame:
     ) -> None:
         self.q_pos, self.q_doc = q_pos, q_doc
         self.k_pos, self.k_doc = (q_pos, q_doc) if k_pos is None else (k_pos, k_doc)
-        self.position = position
+        self.position = _NOWHERE if position is None else position
         self.aligned = aligned
         self.newest = newest
         self._made: dict[Any, Any] = {}
 
     @classmethod
-    def of(cls, x: Tensor, position: Position = _NOWHERE, *, context: Tensor | None = None) -> "Frame":
+    def of(cls, x: Tensor, position: Position | None = None, *, context: Tensor | None = None) -> "Frame":
         """The frame of a whole sequence x (B, n, …) that reads itself, or a context (B, m, …)."""
         q_pos = torch.arange(x.shape[1], device=x.device)
         if context is None:
