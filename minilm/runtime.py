@@ -81,7 +81,9 @@ def set_deterministic(strict: bool) -> None:
     """
     if strict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
-    torch.use_deterministic_algorithms(strict)
+    # to say it imports the compiler, a second or more
+    if strict != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(strict)
 
 
 def check_seed(seed: int) -> None:

@@ -1,6 +1,8 @@
 """The machine: what is asked for is there or refused, and randomness is a function of (seed, step, rank)."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -211,3 +213,12 @@ def test_inference_is_without_dropout_and_gradients_and_ends_as_it_began(trainin
         raise ZeroDivisionError
     assert model[1].training is training
     assert torch.is_grad_enabled()
+
+
+def test_nothing_is_imported_to_say_what_is_so_already():
+    """The compiler takes longer to import than a mistake in the model takes to be told."""
+    code = (
+        "import sys; from minilm.runtime import set_deterministic; set_deterministic(False);"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
