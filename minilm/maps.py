@@ -24,7 +24,7 @@ from minilm.errors import ConfigError
 from minilm.files import write_atomic
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
-from minilm.plots import INK, title
+from minilm.plots import INK, freed, title
 from minilm.runtime import inference, resolve_device, set_threads
 from minilm.tokenizer import Tokenizer
 
@@ -127,6 +127,7 @@ def picture_of(
     if not all(isinstance(layer, MultiHeadAttention) for layer in attention_layers(model)):
         return None
 
+    @freed()
     def draw_ids(ids: list[int]) -> np.ndarray:
         ids = ids[: min(FEW_TOKENS, model.config.block_size)]
         with inference(model):

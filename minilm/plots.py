@@ -18,8 +18,8 @@ BLUE, RED, GREEN, INK, PALE = "#3d6fb4", "#d1495b", "#2e7d32", "#6b7280", "#e5e7
 
 @contextmanager
 def freed() -> Iterator[None]:
-    """What is made within is let go after it, though its parts hold one another, as those of a figure do: megabytes
-    each time. Only what is new is looked through, which takes little.
+    """What is made within a block or a function is let go after it, though its parts hold one another, as those of a
+    figure do: megabytes each time. Only what is new is looked through, which takes little.
     """
     collected = gc.isenabled()
     gc.disable()  # what is new stays in the youngest generation
@@ -31,6 +31,7 @@ def freed() -> Iterator[None]:
         gc.collect(0)
 
 
+@freed()
 def plot_loss(run: Path | str, *, floor: float | None = None) -> Path | None:
     """Draw RUN/loss.png from RUN/metrics.jsonl and return its path; None if no loss was measured yet.
 
@@ -41,13 +42,7 @@ def plot_loss(run: Path | str, *, floor: float | None = None) -> Path | None:
     train, val = series(records, "train/loss"), series(records, "val/loss")
     if not len(train) and not len(val):
         return None
-    with freed():
-        return _draw(run, records, train, val, floor)
 
-
-def _draw(
-    run: Path, records: list[dict[str, Any]], train: np.ndarray, val: np.ndarray, floor: float | None
-) -> Path:
     # the object interface: pyplot keeps every figure in global state and looks for a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

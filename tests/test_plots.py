@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import minilm
+from minilm.build import restore
+from minilm.maps import picture_of
 from minilm.plots import limits, plot_loss, series, smooth, summary, title
 from minilm.tracking import MetricsLog
 
@@ -50,7 +53,8 @@ def test_nothing_measured_draws_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_picture_is_let_go_at_once(tmp_path):
+@pytest.mark.parametrize("drawn", ["the loss", "where heads look"])
+def test_a_picture_is_let_go_at_once(tmp_path, tiny_run, drawn):
     """Its parts hold one another, so that nothing but the collector frees them: megabytes at each evaluation."""
     from matplotlib.figure import Figure
 
@@ -58,11 +62,13 @@ def test_a_picture_is_let_go_at_once(tmp_path):
         return sum(type(thing) is Figure for thing in gc.get_objects())
 
     write(tmp_path, CURVE)
+    model, tokenizer, saved = restore(tiny_run[0], torch.device("cpu"))
+    heads = picture_of(model, tokenizer, saved.config)
     gc.collect()
     gc.disable()  # so that it is no accident
     try:
         before = figures()
-        plot_loss(tmp_path)
+        plot_loss(tmp_path) if drawn == "the loss" else heads([1, 2, 3])
         assert figures() == before
     finally:
         gc.enable()
