@@ -169,9 +169,14 @@ def build_model(config: dict[str, Any], vocab_size: int, end_token: int | None =
             position=position,
         )
 
+    end_token = end_token if keeps_apart(config) else None
+    return GPT(shape, position=position, attention=attention, end_token=end_token)
+
+
+def keeps_apart(config: dict[str, Any]) -> bool:
+    """Whether the model is to keep attention within a document."""
     data = config.get("data")
-    separate = isinstance(data, dict) and data.get("document_mask", False)
-    return GPT(shape, position=position, attention=attention, end_token=end_token if separate else None)
+    return isinstance(data, dict) and data.get("document_mask", False)
 
 
 def outline(saved: Checkpoint, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> GPT:

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from minilm import tokenizer as tokenizers
+from minilm.attention.kernels import without_gradients
 from minilm.build import Name, build_corpus, build_model, check, construct, load_weights, outline
 from minilm.checkpoint import Checkpoint
 from minilm.config import Command
@@ -100,10 +101,7 @@ class Parts:
         set_threads(options.threads)
         set_deterministic(options.deterministic)
         if settings["attention"].get("backend") == "flex" and device.type != "cuda":
-            raise ConfigError(
-                f"attention.backend=flex has no gradients on device={device.type}: train with "
-                "attention.backend=fused, or on device=cuda"
-            )
+            raise without_gradients(device)
         corpus = build_corpus(settings)
         tokenizer = tokenizers.from_dict(begins.tokenizer) if begins else fit(settings, corpus)
         return cls(options, train, schedule, optim, wandb, device, precision, corpus, tokenizer)

@@ -182,19 +182,17 @@ class Processes(World):
         return whole_on_main(tree)
 
     def spread(self, states: list[dict[str, Any]], optimizers: list[Optimizer]) -> list[dict[str, Any]]:
-        built = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
         return [
-            state
-            | {
-                "state": {
-                    i: {
-                        key: self._own(value, dict(enumerate(params)).get(i)) for key, value in of_one.items()
-                    }
-                    for i, of_one in state["state"].items()
-                }
-            }
-            for state, params in zip(states, built, strict=False)
+            state | {"state": self._own_state(state["state"], optimizer)}
+            for state, optimizer in zip(states, optimizers, strict=False)
         ]
+
+    def _own_state(self, state: dict[int, dict[str, Any]], optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        params = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+        return {
+            i: {key: self._own(value, params.get(i)) for key, value in of_one.items()}
+            for i, of_one in state.items()
+        }
 
     def _own(self, value: Any, like: Tensor | None) -> Any:
         """What this process is to hold of a value that is whole in the main one."""

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from minilm.attention.frame import Frame, in_documents
-from minilm.attention.positions import NoPosition, Position, at_least_float32
+from minilm.attention.positions import Position, at_least_float32
 from minilm.errors import ConfigError
 
-_NOWHERE = NoPosition()
 LONG = 512  # entries from which on it pays to keep them by channels
 
 
@@ -205,7 +204,7 @@ class KVCache:
         """Bytes allocated for keys and values; of all layers."""
         return sum(store.nbytes for store in self.stores)
 
-    def advance(self, tokens: Tensor, position: Position = _NOWHERE, pos: Tensor | None = None) -> Frame:
+    def advance(self, tokens: Tensor, position: Position | None = None, pos: Tensor | None = None) -> Frame:
         """The frame in which the next `tokens` (B, n, …) read the past and one another.
 
         pos: (B, n) positions where rows differ in length, −1 for an empty slot before a row's first token. Documents

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from minilm.attention.frame import Frame
 from minilm.attention.masks import Causal, Full, Mask, Predicate, SlidingWindow
-from minilm.attention.positions import NoPosition, Position, at_least_float32
+from minilm.attention.positions import Position, at_least_float32
 from minilm.errors import ConfigError
 
 Scale = str | float
@@ -194,6 +194,14 @@ def by_rows(
     return torch.cat(outputs, dim=1).unflatten(0, (B, H))
 
 
+def without_gradients(device: torch.device) -> ConfigError:
+    """That FlexAttention cannot train there."""
+    return ConfigError(
+        f"attention.backend=flex has no gradients on device={device.type}: train with "
+        "attention.backend=fused, or on device=cuda"
+    )
+
+
 class Flex:
     """FlexAttention (Dong et al. 2024): a kernel generated from the mask's predicate and the bias's formula, which
     skips blocks of keys that nobody may read and stores no table.
@@ -214,10 +222,7 @@ class Flex:
             return self.fused(q, k, v, frame, mask=mask, scale=scale)
         if not q.is_cuda:
             if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-                raise ConfigError(
-                    f"attention.backend=flex has no gradients on device={q.device.type}: train with "
-                    "attention.backend=fused, or on device=cuda"
-                )
+                raise without_gradients(q.device)
             q, k, v = q.detach(), k.detach(), v.detach()
         compiling = q.is_cuda and q.dtype != torch.float64 and not torch.compiler.is_compiling()
         blocks, score_mod = frame.once((mask, "flex"), lambda: self._blocks(frame, mask, compiling))
@@ -332,7 +337,7 @@ def attend(
     """
     n, m = q.shape[-2], k.shape[-2]
     pos = torch.arange(min(m - n, 0), m, device=q.device)
-    frame = Frame(pos[-n:], pos[-m:], position or NoPosition(), aligned=n == m)
+    frame = Frame(pos[-n:], pos[-m:], position, aligned=n == m)
     rule = mask if isinstance(mask, Mask) else Predicate(mask)
     kernel = resolve_backend(backend, dropout)
     q4, k4, v4 = (t[(None,) * (4 - t.dim())] for t in (q, k, v))

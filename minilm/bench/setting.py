@@ -9,7 +9,7 @@ import torch
 
 from minilm.attention.layer import MultiHeadAttention
 from minilm.attention.linear import LinearAttention
-from minilm.build import build_corpus, build_model, check, construct
+from minilm.build import build_corpus, build_model, check, construct, keeps_apart
 from minilm.cost import Cost, Memory
 from minilm.errors import ConfigError
 from minilm.model import GPT
@@ -88,7 +88,7 @@ class Setting:
     def tokens(self, *shape: int) -> torch.Tensor:
         """Random token ids; where the model keeps documents apart, of documents of DOCUMENT tokens on average."""
         ids = torch.randint(self.vocab_size, shape, device=self.device)
-        if self.config["data"].get("document_mask", False):
+        if keeps_apart(self.config):
             ids[torch.rand(shape, device=self.device) < 1 / DOCUMENT] = self.end_token
         return ids
 
