@@ -77,6 +77,12 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path
     return folder / "run"
 
 
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test cuts the power, so none has to wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 # ---- scripts as a person starts them ----
 
 
