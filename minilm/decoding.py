@@ -63,10 +63,9 @@ class CompiledStep:
         self._again: Callable[[Inputs], Tensor] | None = None
         self._turn = Lock()
 
-    @torch.no_grad()
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """(B, 1) -> logits (B, 1, V)"""
-        with self._turn:
+        with self._turn, torch.no_grad():
             return self._read(tokens, cache)
 
     def _read(self, tokens: Tensor, cache: KVCache) -> Tensor:

@@ -93,6 +93,7 @@ class Generator:
                     if self.cache:
                         room = None if full else max(map(len, contexts)) + max_new_tokens - i - 1
                         cache = self.model.new_cache(len(rows), room)
+                        speed.cache_bytes = max(speed.cache_bytes, cache.nbytes)
                     logits = self._read(contexts, cache, device)
             logits = logits.float().cpu()
             seen = _pad(rows, -1) if self.sampler.repetition_penalty != 1 else None
@@ -107,7 +108,6 @@ class Generator:
             else:
                 speed.decode_tokens += len(rows)
                 speed.decode_seconds += taken
-            speed.cache_bytes = max(speed.cache_bytes, cache.nbytes if cache is not None else 0)
             yield chosen
 
     def text(

@@ -34,7 +34,7 @@ from minilm.runtime import (
     compile_model,
     resolve_precision,
     set_deterministic,
-    set_threads,
+    set_up_cpu,
 )
 from minilm.schedule import Schedule
 from minilm.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ class Parts:
         check_packages(wandb["mode"], options.tensorboard)
         device = world.device(options.device)
         precision = resolve_precision(options.precision, device)
-        set_threads(options.threads)
+        set_up_cpu(options.threads)
         set_deterministic(options.deterministic)
         if settings["attention"].get("backend") == "flex" and device.type != "cuda":
             raise without_gradients(device)

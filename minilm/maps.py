@@ -25,7 +25,7 @@ from minilm.files import write_atomic
 from minilm.generation import Generator, encode_prompt
 from minilm.model import GPT
 from minilm.plots import INK, freed, title
-from minilm.runtime import inference, resolve_device, set_threads
+from minilm.runtime import inference, resolve_device, set_up_cpu
 from minilm.tokenizer import Tokenizer
 
 PAGE = Path(__file__).with_suffix(".html")
@@ -66,7 +66,7 @@ class Maps:
 def draw(config: dict[str, Any]) -> list[Path]:
     """Make the maps that the configuration asks for; returns the files. Raises ConfigError before it writes any."""
     options = MapsConfig(**check(MapsConfig, config, ""))
-    set_threads(options.threads)
+    set_up_cpu(options.threads)
     model, tokenizer, saved = restore(options.checkpoint, resolve_device(options.device))
     maps = look(model, tokenizer, saved, normalise_newlines(options.prompt))
     out = Path(options.out) if options.out else run_folder(saved.path) / "maps"

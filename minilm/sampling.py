@@ -57,9 +57,8 @@ class Sampler:
         """
         if self.temperature == 0:
             logits = self._penalised(logits, seen)
-            chosen = likeliest(logits)
-            _check_finite(logits.gather(1, chosen.unsqueeze(1)))  # NaN where there is one
-            return chosen
+            _check_finite(logits.amax(-1))
+            return likeliest(logits)
         probabilities = self.probabilities(logits, seen)
         # A race of exponential clocks, as in torch.multinomial; but that has returned ids outside the
         # vocabulary on some devices, which an argmax cannot.
@@ -73,12 +72,12 @@ class Sampler:
         Raises ConfigError for a row that is no distribution: NaN, +inf, or nothing but -inf.
         """
         logits = self._penalised(logits, seen)
-        largest = logits.amax(-1, keepdim=True)  # NaN where there is one
+        largest = logits.amax(-1)
         _check_finite(largest)
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, likeliest(logits).unsqueeze(1), 1.0)
         # the maximum first, and the temperature within what float32 holds, so that nothing becomes NaN
-        logits = (logits - largest) / min(max(self.temperature, 1e-30), 1e30)
+        logits = (logits - largest.unsqueeze(1)) / min(max(self.temperature, 1e-30), 1e30)
         V = logits.shape[1]
         top_k = min(self.top_k or V, V)
         top_p = 1 if self.top_p is None else self.top_p
@@ -117,8 +116,8 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def _check_finite(largest: Tensor) -> None:
-    """largest: (B, 1)"""
-    for row, value in enumerate(largest.flatten().tolist()):
+    """largest: (B,) of each row; NaN where there is one"""
+    for row, value in enumerate(largest.tolist()):
         if not math.isfinite(value):
             raise ConfigError(
                 f"cannot draw a token: the largest logit of row {row} is {value}; "

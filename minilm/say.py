@@ -13,7 +13,7 @@ from minilm.data import normalise_newlines, read_text
 from minilm.decoding import CompiledStep
 from minilm.errors import ConfigError
 from minilm.generation import Generator, Speed, encode_prompt
-from minilm.runtime import DTYPES, Compile, check_seed, resolve_device, set_threads
+from minilm.runtime import DTYPES, Compile, check_seed, resolve_device, set_up_cpu
 from minilm.sampling import Sampler
 from minilm.streaming import write
 from minilm.trouble import machine_trouble
@@ -68,7 +68,7 @@ def _say(options: GenerateConfig) -> None:
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
     )
-    set_threads(options.threads)
+    set_up_cpu(options.threads)
     device = resolve_device(options.device)
     prompts = read_prompts(options)
     model, tokenizer, saved = restore(options.checkpoint, device)

@@ -8,7 +8,7 @@ from minilm.console import bar
 from minilm.data import TokenData, read_text
 from minilm.errors import ConfigError
 from minilm.evaluation import evaluate, perplexity
-from minilm.runtime import Precision, autocast, resolve_device, resolve_precision, set_threads
+from minilm.runtime import Precision, autocast, resolve_device, resolve_precision, set_up_cpu
 from minilm.trouble import machine_trouble
 
 
@@ -39,7 +39,7 @@ def score(config: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values for a person. Raises ConfigError before anything is computed."""
     options = ScoreConfig(**check(ScoreConfig, {k: v for k, v in config.items() if k != "data"}, ""))
     source = Source(**check(Source, config["data"], "data"))
-    set_threads(options.threads)
+    set_up_cpu(options.threads)
     device = resolve_device(options.device)
     precision = resolve_precision(options.precision, device)
     text = read_text(source.path, key="data.path")

@@ -1,6 +1,7 @@
 """The machine: what is asked for is there or refused, and randomness is a function of (seed, step, rank)."""
 
 import itertools
+import platform
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ from minilm.runtime import (
     resolve_device,
     resolve_precision,
     seed_step,
-    set_threads,
+    set_up_cpu,
 )
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
@@ -124,13 +125,35 @@ def test_autocast_touches_products_and_not_weights(precision, dtype):
 
 def test_threads_are_set_or_left_alone():
     before = torch.get_num_threads()
-    set_threads(None)
+    set_up_cpu(None)
     assert torch.get_num_threads() == before
-    set_threads(1)
+    set_up_cpu(1)
     assert torch.get_num_threads() == 1
     for threads in (0, -1):
         with pytest.raises(ConfigError, match=f"threads={threads}: a positive whole number"):
-            set_threads(threads)
+            set_up_cpu(threads)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_was_freed_is_not_fetched_anew():
+    code = """
+import resource, torch
+from minilm.runtime import set_up_cpu
+
+def faults(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        torch.ones(1 << 22)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+pages = (1 << 24) // resource.getpagesize()
+print(faults(20) > 10 * pages)  # of 4 KiB, and fewer in larger ones
+set_up_cpu(None)
+faults(20)  # until the heap is large enough
+print(faults(20) < pages)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "True", done.stdout
 
 
 # ---- randomness ----

@@ -19,7 +19,7 @@ from minilm.runtime import (
     MachineConfig,
     resolve_device,
     resolve_precision,
-    set_threads,
+    set_up_cpu,
 )
 from minilm.schedule import Schedule
 from minilm.tokenizer import BPE
@@ -47,7 +47,7 @@ class Setting:
         options = MachineConfig(
             **check(MachineConfig, {key: config[key] for key in MachineConfig.__annotations__}, "")
         )
-        set_threads(options.threads)
+        set_up_cpu(options.threads)
         device = resolve_device(options.device)
         vocab_size, source = resolve_vocab_size(config)
         return cls(config, vocab_size, source, device, resolve_precision(options.precision, device))

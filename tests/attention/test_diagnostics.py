@@ -87,7 +87,7 @@ def test_the_weights_are_those_by_which_each_output_was_mixed(mask, position, sc
     "mask", [Causal(), SlidingWindow(WINDOW), Prefix(3)], ids=lambda mask: type(mask).__name__
 )
 def test_behind_a_cache_they_are_the_rows_of_the_whole(mask, position):
-    model, x = make(position, mask=mask), tokens()
+    model, x = make(position, mask=mask).double(), tokens()
     whole, cache = attention_maps(model, x), model.new_cache(batch=2)
     for start, end in [(0, 5), (5, 7), *((i, i + 1) for i in range(7, T))]:
         maps = attention_maps(model, x[:, start:end], cache)
