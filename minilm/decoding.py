@@ -30,7 +30,6 @@ Inputs = tuple[
 
 STREAMS = 8  # a core that reads so many rows at a time waits less for memory than one that reads a single one
 LARGE = 1 << 18  # numbers in a matrix, from which on it is read in streams
-NARROW = 512  # width of the keys below which calling SDPA costs more than its arithmetic
 # what the compiler is spared: checks of the arguments, which are the same at every step
 OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
 
@@ -203,8 +202,11 @@ def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def attention_by_sums(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scale: float, **options: Any
 ) -> Tensor:
-    """scaled_dot_product_attention of one query (B, H, 1, D) over keys that it may all read (B, G, m, D)."""
-    if attn_mask is not None or k.shape[1] * k.shape[-1] > NARROW or options.get("is_causal"):
+    """scaled_dot_product_attention of one query (B, H, 1, D) over keys that it may all read (B, G, m, D).
+
+    A kernel made for blocks of queries, and a call of it from Python, take longer than these two sums do.
+    """
+    if attn_mask is not None or options.get("is_causal"):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, **options)
     dtype = at_least_float32(q.dtype)
     query = q.to(dtype).unflatten(1, (k.shape[1], -1)) * scale  # (B, G, H / G, 1, D)
