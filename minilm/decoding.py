@@ -3,7 +3,7 @@
 One token for one text multiplies each weight once, so a step cannot be faster than reading all weights. Two things
 keep it from that: a matrix library made for more rows, and Python between hundreds of small operations. So the
 forward is traced once, each product of a single row is written as the sum that it is, and the compiler makes loops
-of it all. The few rows of several texts stay the library's business, which likes them better as columns.
+of it all. The few rows of several texts stay the library's business, with weights packed for it, in a second copy.
 
 Compiled are steps behind caches that grow, of texts that stand alike; on CUDA they are a captured graph. Every other
 step goes the plain way.
@@ -21,6 +21,7 @@ from minilm.attention.cache import Growing, KeyValues, KVCache, Slot
 from minilm.attention.frame import Frame
 from minilm.attention.positions import at_least_float32
 from minilm.model import GPT
+from minilm.packed import can_pack, packed_linear
 from minilm.runtime import compile_model
 
 Pair = tuple[Tensor, Tensor]
@@ -29,7 +30,7 @@ Inputs = tuple[
 ]  # tokens (B, past + 1), their position (1,), positions of the keys (m,)
 
 STREAMS = 8  # a core that reads so many rows at a time waits less for memory than one that reads a single one
-LARGE = 1 << 18  # numbers in a matrix, from which on it is read in streams
+LARGE = 1 << 18  # numbers in a matrix, from which on it is read in streams, or packed
 # what the compiler is spared: checks of the arguments, which are the same at every step
 OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
 
@@ -178,15 +179,21 @@ def by_sums(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any
     for node in graph.graph.nodes:
         if node.target is F.linear:
             node.target = linear_by_sums
+            node.kwargs = {**node.kwargs, "kept": node.args[1].op == "placeholder"}
         elif node.target is F.scaled_dot_product_attention:
             node.target = attention_by_sums
     graph.recompile()
     return torch._inductor.compile(graph, inputs, options=OPTIONS)
 
 
-def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear, where x has a single row as sums over it, of several rows of the weight at a time."""
+def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kept: bool = False) -> Tensor:
+    """F.linear, where x has a single row as sums over it, of several rows of the weight at a time.
+
+    kept: the weight is the same at each step, so that it pays to pack it for the products of several rows.
+    """
     if x.numel() != x.shape[-1]:
+        if kept and weight.numel() >= LARGE and can_pack(weight):
+            return packed_linear(x, weight, bias)
         y = (weight @ x.flatten(end_dim=-2).T).T.contiguous().view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
     dtype = at_least_float32(x.dtype)

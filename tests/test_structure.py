@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module that is not named here stands at the top: it may import all the others, and none of these may import it.
 LEVELS = [
     "errors",
-    "attention.masks attention.positions files layers runtime schedule trouble",
+    "attention.masks attention.positions files layers packed runtime schedule trouble",
     "parallel sampling",
     "muon",
     "attention.frame optim console tales tensors tokenizer",
