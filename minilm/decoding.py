@@ -3,7 +3,8 @@
 One token for one text multiplies each weight once, so a step cannot be faster than reading all weights. Two things
 keep it from that: a matrix library made for more rows, and Python between hundreds of small operations. So the
 forward is traced once, each product of a single row is written as the sum that it is, and the compiler makes loops
-of it all. The few rows of several texts stay the library's business, with weights packed for it, in a second copy.
+of it all. The few rows of several texts stay the library's business: it is given large weights packed, in a second
+copy, and small ones, to which a call of ours would add more than it saves, as columns.
 
 Compiled are steps behind caches that grow, of texts that stand alike; on CUDA they are a captured graph. Every other
 step goes the plain way.

@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-HALVES = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}  # where the library says whether this processor multiplies them
-
 _kept = WeakTensorKeyDictionary()  # weight -> what it was when it was packed, and it packed
 
 
@@ -20,8 +15,8 @@ def can_pack(weight: Tensor) -> bool:
     """Whether `packed_linear` takes it: in memory of the CPU, of a type that its library multiplies."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype in HALVES:
-        return getattr(torch.ops.mkldnn, HALVES[weight.dtype])()
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32
 
 

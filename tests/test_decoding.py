@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minilm import runtime
+from minilm import decoding, runtime
 from minilm.attention import (
     Alibi,
     Learned,
@@ -23,6 +23,7 @@ from minilm.attention.cache import Growing, Slot
 from minilm.decoding import CompiledStep, attention_by_sums, linear_by_sums
 from minilm.generation import Generator
 from minilm.model import GPT, GPTConfig
+from minilm.packed import can_pack
 from minilm.sampling import Sampler
 
 V, T, C, H = 29, 24, 16, 4
@@ -190,6 +191,17 @@ def test_greedy_tokens_are_the_same_also_past_the_context(prompts, dtype, monkey
     step, graphs = traced(model, monkeypatch)
     assert tokens(model, 3 * T, prompts, step=step) == tokens(model, 3 * T, prompts, cache=False)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_texts_read_with_packed_weights_write_the_same(name, monkeypatch):
+    monkeypatch.setattr(decoding, "LARGE", 1)
+    used, packed = [], decoding.packed_linear
+    monkeypatch.setattr(decoding, "packed_linear", lambda *given: (used.append(1), packed(*given))[1])
+    model, prompts = MODELS[name](torch.float32), ((1, 2, 3), (4, 5, 6))
+    step, _ = traced(model, monkeypatch)
+    assert tokens(model, prompts=prompts, step=step) == tokens(model, prompts=prompts, cache=False)
+    assert bool(used) == can_pack(next(model.parameters()))
 
 
 def test_a_cache_that_lies_by_channels_is_compiled_as_well(monkeypatch):
